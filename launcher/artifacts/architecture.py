@@ -171,20 +171,20 @@ def find(
     (`unknown-shape`) where no config is here, or it describes something that this module does not.
     """
     if not isinstance(name, str) or not name:
-        raise _unknown("no model is named", "set `model_name_or_path`")
+        raise _report_unknown("no model is named", "set `model_name_or_path`")
     source = f"config.json of {name}"
     config = model_config.read_model_config(name, environ, revision)
     if not config:
         path = model_config.where(name, environ, revision)
         if path is not None:
             message = f"{path} is not a model config: it is not a mapping"
-            raise _unknown(message, "download it again, or name another model")
+            raise _report_unknown(message, "download it again, or name another model")
         source = f"launcher/artifacts/shapes.json, {name}"
         config = table().get(name.lower(), {})
     if not config:
         where = "no config.json of it is here, nor in the hub's cache"
         help = "download its config.json, or name a folder that has one"
-        raise _unknown(f"the shape of {name} is not known: {where}", help)
+        raise _report_unknown(f"the shape of {name} is not known: {where}", help)
     return shape_of({**config, **(replaced or {})}, name=name, source=source)
 
 
@@ -194,15 +194,15 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     """
     family = config.get("model_type")
     if "vision_config" in config or "audio_config" in config:
-        raise _unknown(f"{name}: {family} has more than a language model", _DESCRIBED)
+        raise _report_unknown(f"{name}: {family} has more than a language model", _DESCRIBED)
     if not isinstance(family, str) or family not in FAMILIES:
         kind = f"`model_type: {family}`" if family else "no `model_type`"
-        raise _unknown(f"{name}: a model with {kind} is not described", _DESCRIBED)
+        raise _report_unknown(f"{name}: a model with {kind} is not described", _DESCRIBED)
     if config.get("quantization_config"):
         message = (
             f"{name}: its weights are quantised (`quantization_config`), which is not described"
         )
-        raise _unknown(message, "name the model that it was made from, or --shape MODEL")
+        raise _report_unknown(message, "name the model that it was made from, or --shape MODEL")
     layout = FAMILIES[family]
     reader = _ConfigReader(config, layout, name)
     heads = reader.whole("num_attention_heads")
@@ -232,11 +232,11 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         outer={"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)},
         window=reader.window(),
     )
-    shape = replace(shape, layer=_layer(reader, shape))
+    shape = replace(shape, layer=_size_layer(reader, shape))
     return shape if reader.flag("tie_word_embeddings") else untied(shape)
 
 
-def _layer(reader: _ConfigReader, shape: Shape) -> dict[str, Size]:
+def _size_layer(reader: _ConfigReader, shape: Shape) -> dict[str, Size]:
     """The sizes of one layer's weights in transformers' order."""
     layout = shape.layout
     hidden = shape.hidden
@@ -295,13 +295,13 @@ class _ConfigReader:
     def flag(self, key: str) -> bool:
         value = self.value(key, False)
         if not isinstance(value, bool):
-            raise self.fault(f"`{key}` is {_shown(value)}", "it is true or false")
+            raise self.fault(f"`{key}` is {_render_value(value)}", "it is true or false")
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
-            fault = f"is {_shown(value)}" if key in self.config else "is missing"
+            fault = f"is {_render_value(value)}" if key in self.config else "is missing"
             raise self.fault(
                 f"`{key}` {fault}", "its config.json must hold it as a whole number above 0"
             )
@@ -319,10 +319,10 @@ class _ConfigReader:
     def fault(
         self, message: str, help: str = "transformers does not run such a model"
     ) -> InvalidConfig:
-        return _unknown(f"{message} in the config of {self.name or 'the model'}", help)
+        return _report_unknown(f"{message} in the config of {self.name or 'the model'}", help)
 
 
-def _shown(value: object) -> str:
+def _render_value(value: object) -> str:
     return "null" if value is None else brief(repr(value), 40)
 
 
@@ -340,7 +340,7 @@ def table() -> Mapping[str, Mapping[str, Any]]:
 _DESCRIBED = "described are: " + ", ".join(sorted(FAMILIES))
 
 
-def _unknown(message: str, help: str) -> InvalidConfig:
+def _report_unknown(message: str, help: str) -> InvalidConfig:
     return InvalidConfig(
         launch_finding("error", "unknown-shape", message, help, key="args.model_name_or_path")
     )

@@ -35,19 +35,19 @@ def read_template(model: str, environ: Mapping[str, str]) -> str | None:
     """The chat template of a model by folder or hub name; empty where it has none, None where it is
     not here.
     """
-    folder = _folder(model, environ)
+    folder = _find_folder(model, environ)
     if folder is None:
         return None
     own_file = folder / "chat_template.jinja"
     if is_file(own_file):
-        return _text(own_file)
+        return _read_text(own_file)
     for name in ("chat_template.json", "tokenizer_config.json"):
         if is_file(folder / name):
-            return _default(read_json(folder / name).get("chat_template"))
+            return _pick_default(read_json(folder / name).get("chat_template"))
     return None
 
 
-def _folder(model: str, environ: Mapping[str, str]) -> Path | None:
+def _find_folder(model: str, environ: Mapping[str, str]) -> Path | None:
     config = model_config.where(model, environ)
     if config is not None:
         return config.parent
@@ -55,14 +55,14 @@ def _folder(model: str, environ: Mapping[str, str]) -> Path | None:
     return folder if is_dir(folder) else None
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return read_bytes(path, _MOST_BYTES).decode(errors="replace")
     except OSError:
         return None
 
 
-def _default(template: object) -> str:
+def _pick_default(template: object) -> str:
     """The template of that name where a tokenizer has several (`[{name, template}, ...]`)."""
     if isinstance(template, list):
         for variant in template:
@@ -88,7 +88,7 @@ def is_replaced(template: str) -> bool:
     TRL replaces the templates that it ships, by their exact text
     (trl/chat_template_utils.py::get_training_chat_template[== cohere_chat_template]).
     """
-    return digest(template) in _replaced_by_trl()
+    return digest(template) in _read_replaced_templates()
 
 
 def digest(template: str) -> str:
@@ -97,7 +97,7 @@ def digest(template: str) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _replaced_by_trl() -> Mapping[str, str]:
+def _read_replaced_templates() -> Mapping[str, str]:
     """The templates that the pinned TRL replaces: digests and names. `scripts/snapshot.py` writes
     the table.
     """

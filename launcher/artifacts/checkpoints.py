@@ -68,18 +68,18 @@ def find(
 
     `ranks` is how many processes must have left their part, where it is known.
     """
-    layout = _layout(backend)
+    layout = _find_layout(backend)
     checkpoints = []
-    for path in _folders(backend, output):
+    for path in _list_folders(backend, output):
         if path.name not in digested:
-            checkpoints.append(_read(layout, path, ranks))
+            checkpoints.append(_read_checkpoint(layout, path, ranks))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
 
 
 def last_written(backend: str, output: Path | None) -> float | None:
     times = []
-    for path in _folders(backend, output):
-        status = _status(path)
+    for path in _list_folders(backend, output):
+        status = _read_status(path)
         if status is not None:
             times.append(status.st_mtime)
     return max(times, default=None)
@@ -92,11 +92,11 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     None for a trainer that resumes only from what is named. Raises ValueError where a name in the
     folder makes its own look-up crash.
     """
-    if output is None or not _layout(backend).resumes_itself:
+    if output is None or not _find_layout(backend).resumes_itself:
         return None
     names = files.names(output)
     # steps go before epochs, complete or not: a first half-written one hides every epoch
-    candidates = _with_prefix(names, "step_") or _with_prefix(names, "epoch_")
+    candidates = _keep_prefixed(names, "step_") or _keep_prefixed(names, "epoch_")
     marked = []
     for name in candidates:
         if (output / name / "COMPLETED").exists():
@@ -104,7 +104,7 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     return max(marked, key=lambda path: int(path.name.split("_")[-1]), default=None)
 
 
-def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
+def _keep_prefixed(names: Iterable[str], prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
@@ -112,7 +112,7 @@ def strange_names(backend: str, output: Path | None) -> list[str]:
     """Names that open-instruct takes for checkpoints and that are none of its own
     (utils.py::get_last_checkpoint[checkpoint_steps =]).
     """
-    layout = _layout(backend)
+    layout = _find_layout(backend)
     if not layout.resumes_itself:
         return []
     strange = []
@@ -124,7 +124,7 @@ def strange_names(backend: str, output: Path | None) -> list[str]:
 
 def folder_name(backend: str, kind: Kind, number: int) -> str | None:
     """What a trainer calls a checkpoint of so many steps, or of an epoch; None if it saves none."""
-    stem = _layout(backend).stems.get(kind)
+    stem = _find_layout(backend).stems.get(kind)
     return None if stem is None else f"{stem}{number}"
 
 
@@ -133,19 +133,19 @@ def model_fault(folder: Path | None) -> str | None:
     names = set(files.names(folder))
     if folder is None or not {"config.json", "adapter_config.json"} & names:
         return "it holds no config"
-    return _weights_fault(folder)
+    return _find_weights_fault(folder)
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with the weights that lie in a folder; None where none do, or all are whole."""
-    fault = _weights_fault(folder)
+    fault = _find_weights_fault(folder)
     return None if fault == model_files.NO_WEIGHTS else fault
 
 
-def _folders(backend: str, output: Path | None) -> Iterator[Path]:
+def _list_folders(backend: str, output: Path | None) -> Iterator[Path]:
     if output is None:
         return
-    layout = _layout(backend)
+    layout = _find_layout(backend)
     for name in files.names(output):
         path = output / name
         if layout.folder.match(name) and path.is_dir():
@@ -156,7 +156,7 @@ _ONE_RANK = "rng_state.pth"
 """The random states of a training with one process, under transformers."""
 
 
-def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
+def _read_checkpoint(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
     names = set(files.names(path))
     stem, number = re.split("[_-]", path.name)
     state = files.read_json(path / "trainer_state.json")
@@ -166,13 +166,13 @@ def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
         kind="epoch" if stem == "epoch" else "step",
         number=int(number),
         marked=bool(state) or "COMPLETED" in names,
-        why_incomplete=_fault(layout, path, names, state, ranks),
+        why_incomplete=_find_fault(layout, path, names, state, ranks),
         epochs=float(epochs) if isinstance(epochs, int | float) else None,
         ranks=_count_ranks(layout, names),
     )
 
 
-def _fault(
+def _find_fault(
     layout: _Layout, path: Path, names: set[str], state: Mapping[str, object], ranks: int | None
 ) -> str | None:
     """Why a checkpoint is incomplete; None if it is whole."""
@@ -182,12 +182,14 @@ def _fault(
         number = re.split("[_-]", path.name)[-1]
         if state.get("global_step") != int(number):
             return f"trainer_state.json is not that of step {number}"
-    fault = _state_fault(path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}")
+    fault = _find_state_fault(
+        path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}"
+    )
     if fault is not None:
         return fault
     if _ONE_RANK in names and (ranks or 1) == 1:
         return archive_fault(path / _ONE_RANK)
-    return _ranks_fault(path, names, layout.states, ranks)
+    return _find_ranks_fault(path, names, layout.states, ranks)
 
 
 def _count_ranks(layout: _Layout, names: set[str]) -> int | None:
@@ -236,7 +238,7 @@ _LAYOUTS = {
 }
 
 
-def _layout(backend: str) -> _Layout:
+def _find_layout(backend: str) -> _Layout:
     # a record may be of a backend that is no more, or say none
     trainer = BACKENDS.get(backend)
     if trainer is None:
@@ -244,18 +246,18 @@ def _layout(backend: str) -> _Layout:
     return _LAYOUTS[trainer.CHECKPOINTS]
 
 
-def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
+def _find_state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
     """What is wrong with weights, optimizer and schedule, in whichever of the three layouts."""
-    engine = _engine_folder(path, names)
+    engine = _find_engine_folder(path, names)
     sharded = [
         name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))
     ]
     if engine is not None:
-        fault = _engine_fault(engine)
+        fault = _find_engine_fault(engine)
     elif any(name.startswith("pytorch_model_fsdp") for name in sharded):
-        fault = _fsdp_fault(path, sharded)
+        fault = _find_fsdp_fault(path, sharded)
     else:
-        fault = _weights_fault(path)
+        fault = _find_weights_fault(path)
         if fault is None and optimizer not in names:
             fault = f"it holds the model without {optimizer}"
         fault = fault or archive_fault(path / optimizer)
@@ -267,7 +269,7 @@ def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) ->
     return archive_fault(path / scheduler)
 
 
-def _ranks_fault(
+def _find_ranks_fault(
     path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None
 ) -> str | None:
     states: dict[int, str] = {}
@@ -277,19 +279,19 @@ def _ranks_fault(
             states[int(match[1])] = name
     if ranks is None:
         ranks = max(states, default=0) + 1
-    missing = _missing_ranks(states, ranks)
+    missing = _list_missing_ranks(states, ranks)
     if missing:
         return f"the random states of rank {missing} are missing"
-    return _first_archive_fault(path, states.values())
+    return _find_archive_fault(path, states.values())
 
 
-def _missing_ranks(present: Container[int], count: int) -> str:
+def _list_missing_ranks(present: Container[int], count: int) -> str:
     """The first ranks that are not present, of so many, separated by commas."""
     missing = [str(rank) for rank in range(count) if rank not in present]
     return ", ".join(missing[:_RANKS_NAMED])
 
 
-def _first_archive_fault(folder: Path, names: Iterable[str]) -> str | None:
+def _find_archive_fault(folder: Path, names: Iterable[str]) -> str | None:
     for name in names:
         fault = archive_fault(folder / name)
         if fault is not None:
@@ -297,7 +299,7 @@ def _first_archive_fault(folder: Path, names: Iterable[str]) -> str | None:
     return None
 
 
-def _engine_folder(path: Path, names: set[str]) -> Path | None:
+def _find_engine_folder(path: Path, names: set[str]) -> Path | None:
     """DeepSpeed's part: `pytorch_model` under accelerate, `global_stepN` under transformers."""
     if "latest" in names:
         with contextlib.suppress(OSError, ValueError):
@@ -309,7 +311,7 @@ def _engine_folder(path: Path, names: set[str]) -> Path | None:
     return None
 
 
-def _engine_fault(folder: Path) -> str | None:
+def _find_engine_fault(folder: Path) -> str | None:
     """Every rank's optimizer and at least one model state (deepspeed/runtime/engine.py)."""
     names = files.names(folder)
     models = [name for name in names if name.endswith("model_states.pt")]
@@ -321,34 +323,34 @@ def _engine_fault(folder: Path) -> str | None:
         match = re.search(r"zero_pp_rank_(\d+)_", name)
         if match is not None:
             ranks.add(int(match[1]))
-    missing = _missing_ranks(ranks, max(ranks, default=-1) + 1)
+    missing = _list_missing_ranks(ranks, max(ranks, default=-1) + 1)
     if missing:
         return f"{folder.name} lacks the optimizer of rank {missing}"
-    return _first_archive_fault(folder, models + optimizers)
+    return _find_archive_fault(folder, models + optimizers)
 
 
-def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
+def _find_fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
     """Single files, or folders of torch's distributed checkpoints, which write `.metadata` last."""
     for name in names:
-        check = _distributed_fault if is_dir(path / name) else archive_fault
+        check = _find_distributed_fault if is_dir(path / name) else archive_fault
         fault = check(path / name)
         if fault is not None:
             return fault
     return None
 
 
-def _distributed_fault(folder: Path) -> str | None:
+def _find_distributed_fault(folder: Path) -> str | None:
     names = files.names(folder)
     if ".metadata" not in names:
         return f"{folder.name} was not finished: no .metadata"
     for name in sorted(names):
-        status = _status(folder / name)
+        status = _read_status(folder / name)
         if status is None or not status.st_size:
             return f"{folder.name}/{name} is empty"
     return None
 
 
-def _weights_fault(folder: Path) -> str | None:
+def _find_weights_fault(folder: Path) -> str | None:
     """What is wrong with a whole model, or with adapters: PEFT writes some into folders of their
     own.
     """
@@ -358,7 +360,7 @@ def _weights_fault(folder: Path) -> str | None:
     return model_files.weights_fault(folder)
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _read_status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except OSError:

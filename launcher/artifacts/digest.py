@@ -79,7 +79,7 @@ def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content
             before = os.fstat(descriptor)
             sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
             try:
-                content = _read(descriptor, before.st_size, sampled)
+                content = _digest_descriptor(descriptor, before.st_size, sampled)
             except Changing:
                 continue
             after = os.fstat(descriptor)
@@ -93,27 +93,32 @@ def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content
     raise Changing(None, "it is written to while it is read", str(path))
 
 
-def _read(descriptor: int, size: int, sampled: bool) -> Content:
+def _digest_descriptor(descriptor: int, size: int, sampled: bool) -> Content:
     regions = sampled_regions(descriptor, size) if sampled else None
     if regions is None:
-        return Content("whole", _whole(descriptor, size), size)
-    return Content("sampled", _sampled(descriptor, size, regions), size)
+        return Content("whole", _digest_whole(descriptor, size), size)
+    return Content("sampled", _digest_sampled(descriptor, size, regions), size)
 
 
-def _whole(descriptor: int, size: int) -> str:
+def _digest_whole(descriptor: int, size: int) -> str:
     tree = hashlib.sha256(f"whole {PIECE} {size}\n".encode())
 
-    def piece(offset: int) -> bytes:
-        return hashlib.sha256(_bytes(descriptor, offset, min(PIECE, size - offset))).digest()
+    def digest_piece(offset: int) -> bytes:
+        raw = _read_exactly(descriptor, offset, min(PIECE, size - offset))
+        return hashlib.sha256(raw).digest()
 
     if size <= PIECE:
-        tree.update(piece(0))
+        tree.update(digest_piece(0))
         return tree.hexdigest()
     # as many as this process may use processors
-    return _joined(tree, min(16, len(os.sched_getaffinity(0))), piece, range(0, size, PIECE))
+    threads = min(16, len(os.sched_getaffinity(0)))
+    return _digest_parallel(tree, threads, digest_piece, range(0, size, PIECE))
 
 
-def _joined(tree: Any, threads: int, part: Callable[[int], bytes], places: Iterable[int]) -> str:
+def _digest_parallel(
+    tree: Any, threads: int, part: Callable[[int], bytes], places: Iterable[int]
+) -> str:
+    """Add the digest of each part to a tree, in the order of `places`."""
     # it imports logging, which most commands never need
     from concurrent.futures import ThreadPoolExecutor
 
@@ -123,23 +128,23 @@ def _joined(tree: Any, threads: int, part: Callable[[int], bytes], places: Itera
     return str(tree.hexdigest())
 
 
-def _sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> str:
+def _digest_sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> str:
     tree = hashlib.sha256(f"sampled {BLOCK} {STRATUM} {STRATA} {size}\n".encode())
 
-    def batch(first: int) -> bytes:
+    def digest_batch(first: int) -> bytes:
         part = hashlib.sha256()
         for offset, length in regions[first : first + _READS]:
-            part.update(_bytes(descriptor, offset, length))
+            part.update(_read_exactly(descriptor, offset, length))
         return part.digest()
 
     # far apart: reading on from each block, as the kernel would, reads an eighth of the file
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     # these wait for the disk, not for a processor
-    return _joined(tree, 16, batch, range(0, len(regions), _READS))
+    return _digest_parallel(tree, 16, digest_batch, range(0, len(regions), _READS))
 
 
-def _bytes(descriptor: int, offset: int, length: int) -> bytes:
+def _read_exactly(descriptor: int, offset: int, length: int) -> bytes:
     """Exactly these bytes; raises Changing where the file has become shorter."""
     raw = b""
     while len(raw) < length:
@@ -172,11 +177,11 @@ def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
         if begin != place or not begin <= end <= size:
             return None
         place = end
-        regions += _blocks(name, data + begin, data + end)
+        regions += _pick_blocks(name, data + begin, data + end)
     return regions if data + place == size else None
 
 
-def _blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _pick_blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
     length = end - begin
     if length <= 2 * BLOCK * STRATA:
         # at most 128 KiB: nearly as cheap as its samples
@@ -207,7 +212,7 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
     if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
         raise EOFError
     try:
-        tensors = json.loads(_bytes(descriptor, 8, length))
+        tensors = json.loads(_read_exactly(descriptor, 8, length))
     except RecursionError:
         raise ValueError("nested too deep") from None
     tensors.pop("__metadata__", None)

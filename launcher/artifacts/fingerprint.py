@@ -94,9 +94,13 @@ def of_file(path: Path, *, name: str | None = None) -> FilePrint:
         status = path.stat()
         # a clock of a file system may be too coarse to tell a write of just now from the next one
         is_settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
-        content = _content(path, _state(status)) if is_settled else digest.read_content(path)[0]
+        content = (
+            _read_content(path, _identify_state(status))
+            if is_settled
+            else digest.read_content(path)[0]
+        )
     except (OSError, ValueError) as error:
-        raise _missing(path, error) from None
+        raise _report_missing(path, error) from None
     return FilePrint(
         name=path.name if name is None else name,
         size=content.size,
@@ -106,13 +110,13 @@ def of_file(path: Path, *, name: str | None = None) -> FilePrint:
     )
 
 
-def _state(status: os.stat_result) -> tuple[int, ...]:
+def _identify_state(status: os.stat_result) -> tuple[int, ...]:
     """What no write leaves as it is: the time of change is the kernel's own and cannot be set."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @functools.lru_cache(maxsize=4096)
-def _content(path: Path, _: tuple[int, ...]) -> digest.Content:
+def _read_content(path: Path, _: tuple[int, ...]) -> digest.Content:
     """One start asks for the same files several times, under each role."""
     return digest.read_content(path)[0]
 
@@ -125,8 +129,8 @@ def of_data(name: str, revision: str | None = None) -> Fingerprint:
     """
     path = Path(name)
     if exists(path) and is_dir(path):
-        return _folder(name, path, _below(path))
-    return _single(name, path)
+        return _fingerprint_folder(name, path, _list_files_below(path))
+    return _fingerprint_single(name, path)
 
 
 def of_model(name: str, revision: str | None = None) -> Fingerprint:
@@ -136,26 +140,26 @@ def of_model(name: str, revision: str | None = None) -> Fingerprint:
     An adapter's folder counts together with its base model. Raises MissingContent where a file of
     the folder cannot be read.
     """
-    model = _pretrained(name, _WEIGHTS, revision)
+    model = _fingerprint_pretrained(name, _WEIGHTS, revision)
     config = files.read_json(Path(name) / "adapter_config.json")
     base_name = config.get("base_model_name_or_path")
     if model.kind != "folder" or not isinstance(base_name, str) or base_name == name:
         return model
-    base = _pretrained(base_name, _WEIGHTS, str(config.get("revision") or "") or None)
+    base = _fingerprint_pretrained(base_name, _WEIGHTS, str(config.get("revision") or "") or None)
     prints = [*model.files]
     for file in base.files:
         prints.append(replace(file, name=f"{base_name}/{file.name}"))
     both = f"adapter {model.digest} {base.digest}\n"
-    return replace(model, digest=_sha256(both), files=tuple(prints))
+    return replace(model, digest=_hash_text(both), files=tuple(prints))
 
 
-def _sha256(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def of_tokenizer(name: str, revision: str | None = None) -> Fingerprint:
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
-    return _pretrained(name, _TOKENIZER, revision)
+    return _fingerprint_pretrained(name, _TOKENIZER, revision)
 
 
 def of_config(name: str, revision: str | None = None) -> Fingerprint:
@@ -174,14 +178,16 @@ READERS: Mapping[str, Callable[[str, str | None], Fingerprint]] = {
 """How what has a role is read, by its name and revision."""
 
 
-def _pretrained(name: str, patterns: Sequence[str], revision: str | None) -> Fingerprint:
+def _fingerprint_pretrained(
+    name: str, patterns: Sequence[str], revision: str | None
+) -> Fingerprint:
     path = Path(name)
     if exists(path) and is_dir(path):
-        return _folder(name, path, _top(path, patterns))
-    return _single(name, path) if is_file(path) else of_hub(name, revision)
+        return _fingerprint_folder(name, path, _list_top_files(path, patterns))
+    return _fingerprint_single(name, path) if is_file(path) else of_hub(name, revision)
 
 
-def _single(name: str, path: Path) -> Fingerprint:
+def _fingerprint_single(name: str, path: Path) -> Fingerprint:
     file = of_file(path)
     return Fingerprint(name=name, kind="file", digest=file.digest, files=(file,))
 
@@ -194,17 +200,21 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _folder(name: str, path: Path, files: Iterable[tuple[str, Path]]) -> Fingerprint:
+def _fingerprint_folder(name: str, path: Path, files: Iterable[tuple[str, Path]]) -> Fingerprint:
     try:
         listed = sorted(files)
     except OSError as error:
-        raise _missing(path, error) from None
-    prints = tuple(of_file(file, name=below) for below, file in listed)
-    tree = "".join(f"{file.name}\0{file.digest}\n" for file in prints)
-    return Fingerprint(name=name, kind="folder", digest=_sha256("folder\n" + tree), files=prints)
+        raise _report_missing(path, error) from None
+    prints = []
+    tree = "folder\n"
+    for below, place in listed:
+        file = of_file(place, name=below)
+        prints.append(file)
+        tree += f"{file.name}\0{file.digest}\n"
+    return Fingerprint(name=name, kind="folder", digest=_hash_text(tree), files=tuple(prints))
 
 
-def _top(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def _list_top_files(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Name and path of the files of a model that match, those of its templates among them."""
     for prefix in ("", _TEMPLATES):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -215,7 +225,7 @@ def _top(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
                     yield name, Path(entry.path)
 
 
-def _below(
+def _list_files_below(
     folder: Path, prefix: str = "", above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, Path]]:
     """Name and path of every file below a folder, links followed, hidden ones left out."""
@@ -228,13 +238,15 @@ def _below(
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                yield from _below(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
+                yield from _list_files_below(
+                    Path(entry.path), f"{prefix}{entry.name}/", above | {real}
+                )
             elif entry.is_file() or entry.is_symlink():
                 # a link to nothing is a file that cannot be read: report it
                 yield prefix + entry.name, Path(entry.path)
 
 
-def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
+def _report_missing(path: Path, error: OSError | ValueError) -> MissingContent:
     if isinstance(error, FileNotFoundError):
         code = "missing-file"
         message = f"there is no {path}"
@@ -249,6 +261,8 @@ def of_hub(name: str, revision: str | None = None) -> Fingerprint:
     """A model on the hub by its commit in the hub's cache, else by name; no network."""
     commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
     if commit:
-        digest = _sha256(f"hub {name} {commit}")
+        digest = _hash_text(f"hub {name} {commit}")
         return Fingerprint(name=name, kind="hub", revision=commit, digest=digest)
-    return Fingerprint(name=name, kind="name", digest=_sha256(f"name {name} {revision or 'main'}"))
+    return Fingerprint(
+        name=name, kind="name", digest=_hash_text(f"name {name} {revision or 'main'}")
+    )

@@ -61,9 +61,11 @@ class Lengths:
         for length, count in self.counts:
             length = min(length, limit)
             counts[length] = counts.get(length, 0) + count
-        cut = _counted(counts, f"{self.source}, cut at {limit}", self.rows)
-        mean = self.mean * cut.mean / _counted(dict(self.counts), "", None).mean
-        return replace(cut, mean=min(max(1.0, mean), float(limit)), longest=limit)
+        cut = _summarise_counts(counts, f"{self.source}, cut at {limit}", self.rows)
+        uncut = _summarise_counts(dict(self.counts), "", None)
+        mean = self.mean * cut.mean / uncut.mean
+        mean = min(max(1.0, mean), float(limit))
+        return replace(cut, mean=mean, longest=limit)
 
     def quantiles(self, shares: Iterable[float]) -> list[int]:
         sums = list(accumulate(count for _, count in self.counts))
@@ -78,14 +80,17 @@ class Lengths:
         deviation = math.sqrt(rows) * self.deviation
         if not deviation:
             return mean
-        z = _NORMAL.inv_cdf(0.5 ** (1 / max(1, batches)))
+        share = 0.5 ** (1 / max(1, batches))
+        z = _NORMAL.inv_cdf(share)
         # Wilson and Hilferty: the cube root of a gamma variable is nearly normal
         form = (mean / deviation) ** 2
-        value = mean * (1 - 1 / (9 * form) + z / (3 * math.sqrt(form))) ** 3
-        return min(float(rows * self.longest), max(mean, value))
+        root = 1 - 1 / (9 * form) + z / (3 * math.sqrt(form))
+        median = mean * root**3
+        longest = float(rows * self.longest)
+        return min(longest, max(mean, median))
 
 
-def _counted(counts: Mapping[int, float], source: str, rows: int | None) -> Lengths:
+def _summarise_counts(counts: Mapping[int, float], source: str, rows: int | None) -> Lengths:
     total = sum(counts.values())
     mean = sum(x * n for x, n in counts.items()) / total
     squares = sum(n * (x - mean) ** 2 for x, n in counts.items()) / total
@@ -100,7 +105,7 @@ def _counted(counts: Mapping[int, float], source: str, rows: int | None) -> Leng
 
 
 def uniform(length: int, source: str, rows: int | None = None) -> Lengths:
-    return _counted({length: 1}, source, rows)
+    return _summarise_counts({length: 1}, source, rows)
 
 
 def log_normal(mean: float, longest: int, source: str) -> Lengths:
@@ -256,11 +261,13 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
         compute = importlib.import_module("pyarrow.compute")
     except ImportError:
         help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
-        raise NotReady(_unread(f"{folder} cannot be read without pyarrow", help).findings) from None
+        raise NotReady(
+            _report_unread(f"{folder} cannot be read without pyarrow", help).findings
+        ) from None
     columns = ("chosen_input_ids", "rejected_input_ids") if pairs else ("input_ids",)
     counts: Counter[int] = Counter()
     rows = 0
-    for path in _arrow_files(folder):
+    for path in _find_arrow_files(folder):
         try:
             with arrow.memory_map(str(path)) as source:
                 for chunk in arrow.ipc.open_stream(source):
@@ -269,7 +276,7 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
                     missing = ", ".join(name for name in columns if name not in names)
                     if missing:
                         present = brief(", ".join(names))
-                        raise _unread(f"{path} has no column {missing}: it has {present}")
+                        raise _report_unread(f"{path} has no column {missing}: it has {present}")
                     for name in columns:
                         lengths = compute.list_value_length(chunk.column(name))
                         for value in compute.value_counts(lengths).to_pylist():
@@ -277,13 +284,13 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
                                 counts[int(value["values"])] += int(value["counts"])
         except (OSError, arrow.ArrowException) as error:
             message = f"{path} is not a readable arrow file: {brief(error)}"
-            raise _unread(message, "delete it, or give --row-tokens") from None
+            raise _report_unread(message, "delete it, or give --row-tokens") from None
     if not counts:
-        raise _unread(f"{folder} holds no rows")
-    return _counted(counts, f"{rows:,} rows of {folder}", rows)
+        raise _report_unread(f"{folder} holds no rows")
+    return _summarise_counts(counts, f"{rows:,} rows of {folder}", rows)
 
 
-def _arrow_files(folder: Path) -> list[Path]:
+def _find_arrow_files(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         paths = [folder / str(entry["filename"]) for entry in state["_data_files"]]
@@ -291,11 +298,11 @@ def _arrow_files(folder: Path) -> list[Path]:
         paths = sorted(folder.glob("*.arrow"))
     if not paths:
         message = f"{folder} is not a tokenised dataset: it has no .arrow files"
-        raise _unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
+        raise _report_unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
     return paths
 
 
-def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
+def _report_unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
     return InvalidConfig(
         launch_finding("error", "unknown-lengths", message, help, key="row_tokens")
     )

@@ -31,7 +31,7 @@ def where(name: object, environ: Mapping[str, str], revision: str | None = None)
         return None
     # a folder of that name takes precedence over the hub, as in transformers; `~` is not expanded
     # there
-    path = _joined(name, "config.json")
+    path = _join_path(name, "config.json")
     if is_file(path):
         return path
     folder = None if is_path(name) else snapshot(name, environ, revision)
@@ -103,13 +103,13 @@ def cached(name: str, environ: Mapping[str, str]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _joined(*parts: str) -> Path:
+def _join_path(*parts: str) -> Path:
     """A dozen rules ask for the same few places, of each of a thousand files."""
     return Path(*parts)
 
 
 def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
-    return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
+    return _join_path(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
 
 
 def commit(
@@ -121,12 +121,12 @@ def commit(
     if ".." in branch:
         return None
     try:
-        commit = read_bytes(_joined(cache, "refs", branch)).decode().strip()
+        commit = read_bytes(_join_path(cache, "refs", branch)).decode().strip()
     except (OSError, ValueError):
         commit = ""
     if commit:
         return commit
-    return branch if exists(_joined(cache, "snapshots", branch)) else None
+    return branch if exists(_join_path(cache, "snapshots", branch)) else None
 
 
 def snapshot(
@@ -136,18 +136,18 @@ def snapshot(
     folder = commit(name, environ, revision, kind)
     if folder is None:
         return None
-    return _joined(str(repository(name, environ, kind)), "snapshots", folder)
+    return _join_path(str(repository(name, environ, kind)), "snapshots", folder)
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
-    return _joined(cache or str(hub_home(environ) / "hub"))
+    return _join_path(cache or str(hub_home(environ) / "hub"))
 
 
 def hub_home(environ: Mapping[str, str]) -> Path:
     """huggingface_hub's own folder: its cache, and the token of who is logged in."""
     base = environ.get("XDG_CACHE_HOME") or str(home(environ) / ".cache")
-    return _joined(environ.get("HF_HOME") or f"{base}/huggingface")
+    return _join_path(environ.get("HF_HOME") or f"{base}/huggingface")
 
 
 def offline(environ: Mapping[str, str]) -> bool:

@@ -31,7 +31,7 @@ NO_WEIGHTS = "it holds no weights"
 
 def is_bare(folder: Path) -> bool:
     """Whether a folder has neither weights nor a tokenizer: it describes a model, to plan with."""
-    return next(_weights(folder), None) is None and not _tokenizers(folder)
+    return next(_list_weights(folder), None) is None and not _list_tokenizers(folder)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -42,7 +42,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _holds_model(folder: Path) -> bool:
-    return any(not path.name.startswith("adapter_") for path in _weights(folder))
+    return any(not path.name.startswith("adapter_") for path in _list_weights(folder))
 
 
 def adapter_base(folder: Path) -> str | None:
@@ -52,7 +52,7 @@ def adapter_base(folder: Path) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return bool(_tokenizers(folder))
+    return bool(_list_tokenizers(folder))
 
 
 def config_fault(folder: Path) -> str | None:
@@ -61,9 +61,9 @@ def config_fault(folder: Path) -> str | None:
     """
     if not is_file(folder / _CONFIG):
         return f"it holds no {_CONFIG}"
-    config = _read(folder / _CONFIG)
+    config = _read_json(folder / _CONFIG)
     if not isinstance(config, dict):
-        return _unread(folder / _CONFIG)
+        return _explain_unread(folder / _CONFIG)
     if "model_type" in config or "auto_map" in config:
         return None
     return f"its {_CONFIG} names no `model_type`"
@@ -74,19 +74,19 @@ def tokenizer_fault(folder: Path) -> str | None:
     word.
     """
     path = folder / _TOKENIZER
-    config = _read(path) if is_file(path) else {}
+    config = _read_json(path) if is_file(path) else {}
     if not isinstance(config, dict):
-        return _unread(path)
+        return _explain_unread(path)
     if "auto_map" in config:
         # code of its own may read anything
         return None
-    tokenizers = _tokenizers(folder)
+    tokenizers = _list_tokenizers(folder)
     if not tokenizers:
         return "it holds no tokenizer, and one that knows no word would be made"
     for tokenizer in tokenizers:
         if is_pointer(tokenizer):
-            return _unread(tokenizer)
-    if tokenizers[0].suffix == ".json" and not _closed(tokenizers[0]):
+            return _explain_unread(tokenizer)
+    if tokenizers[0].suffix == ".json" and not _is_closed(tokenizers[0]):
         return f"its {tokenizers[0].name} is cut off"
     return None
 
@@ -97,16 +97,16 @@ def weights_fault(folder: Path) -> str | None:
     """
     path = first(folder)
     if path is None:
-        others = sorted(path.name for path in _weights(folder))
+        others = sorted(path.name for path in _list_weights(folder))
         if not others:
             return NO_WEIGHTS
         return f"{NO_WEIGHTS} under a name that is looked for, only {', '.join(others[:3])}"
     if not path.name.endswith(".json"):
         return file_fault(path)
-    shards = _shards(path)
+    shards = _list_shards(path)
     # transformers/utils/hub.py::get_checkpoint_shard_files[sharded_metadata = index]
-    if not shards or "metadata" not in _read(path):
-        return _unread(path)
+    if not shards or "metadata" not in _read_json(path):
+        return _explain_unread(path)
     faults = [fault for fault in map(file_fault, shards) if fault is not None]
     if len(faults) > 1:
         return f"{faults[0]} ({len(faults)} of its {len(shards)} files)"
@@ -119,20 +119,20 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for path in _safetensors(folder):
-            for name, tensor in _header(path).tensors.items():
+        for path in _list_safetensors(folder):
+            for name, tensor in _read_header(path).tensors.items():
                 shapes[name] = tuple(map(int, tensor["shape"]))
     except _UNREADABLE:
         return None
     return shapes or None
 
 
-def _safetensors(folder: Path) -> list[Path]:
+def _list_safetensors(folder: Path) -> list[Path]:
     """The safetensors files that are loaded."""
     path = first(folder)
     if path is None or path.name.startswith("pytorch_model"):
         return []
-    return _shards(path) if path.name.endswith(".json") else [path]
+    return _list_shards(path) if path.name.endswith(".json") else [path]
 
 
 _FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -141,7 +141,7 @@ _FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 def number_format(folder: Path) -> str:
     """The format of the first weight in the files, such as `bfloat16`; empty if unknown."""
     try:
-        for tensor in _header(_safetensors(folder)[0]).tensors.values():
+        for tensor in _read_header(_list_safetensors(folder)[0]).tensors.values():
             if tensor["dtype"] in _FORMATS:
                 return _FORMATS[tensor["dtype"]]
     except _UNREADABLE:
@@ -154,7 +154,7 @@ def file_fault(path: Path) -> str | None:
     if is_pointer(path):
         return f"{path.name} is a git-lfs pointer, not the file"
     if path.suffix == ".safetensors":
-        return _tensors_fault(path)
+        return _find_tensors_fault(path)
     return archive_fault(path)
 
 
@@ -169,7 +169,7 @@ class _Header(NamedTuple):
     tensors: dict[str, Any]
 
 
-def _header(path: Path) -> _Header:
+def _read_header(path: Path) -> _Header:
     """Raises _UNREADABLE."""
     with open_regular(path, 0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -181,7 +181,7 @@ def blank(path: Path) -> bool:
     tell.
     """
     try:
-        header = _header(path)
+        header = _read_header(path)
         formats = [tensor["dtype"] for tensor in header.tensors.values()]
         if not formats or not all("F" in name for name in formats):
             return False
@@ -195,7 +195,7 @@ def blank(path: Path) -> bool:
         return False
 
 
-def _tensors_fault(path: Path) -> str | None:
+def _find_tensors_fault(path: Path) -> str | None:
     """Whether a safetensors file ends where its header says that the last tensor ends.
 
     Weights without a value are what ZeRO-3 leaves in a parameter that was not gathered for the save
@@ -203,7 +203,7 @@ def _tensors_fault(path: Path) -> str | None:
     none.
     """
     try:
-        header = _header(path)
+        header = _read_header(path)
         end = header.data
         empty: list[str] = []
         for name, tensor in header.tensors.items():
@@ -211,7 +211,7 @@ def _tensors_fault(path: Path) -> str | None:
             if 0 in tensor["shape"] and "F" in tensor["dtype"]:
                 empty.append(name)
     except OSError as error:
-        return _unreadable(path, error)
+        return _explain_unreadable(path, error)
     except EOFError:
         return f"{path.name} is cut off"
     except _UNREADABLE:
@@ -243,12 +243,12 @@ def archive_fault(path: Path) -> str | None:
             with zipfile.ZipFile(file) as archive:
                 return None if archive.namelist() else f"{path.name} is empty"
     except OSError as error:
-        return _unreadable(path, error)
+        return _explain_unreadable(path, error)
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return f"{path.name} is cut off"
 
 
-def _unreadable(path: Path, error: OSError) -> str:
+def _explain_unreadable(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{path.name} is missing"
     return f"{path.name} cannot be read: {error.strerror}"
@@ -262,27 +262,27 @@ def first(folder: Path) -> Path | None:
     return None
 
 
-def _shards(index: Path) -> list[Path]:
+def _list_shards(index: Path) -> list[Path]:
     """The files that an index names; empty where it cannot be read."""
-    content = _read(index)
+    content = _read_json(index)
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict):
         return []
     return [index.parent / name for name in sorted(set(map(str, files.values())))]
 
 
-def _weights(folder: Path) -> Iterator[Path]:
+def _list_weights(folder: Path) -> Iterator[Path]:
     for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.index.json"):
         for path in folder.glob(pattern):
             if not path.name.startswith(("training_args", "optimizer", "scheduler")):
                 yield path
 
 
-def _tokenizers(folder: Path) -> list[Path]:
+def _list_tokenizers(folder: Path) -> list[Path]:
     return [folder / name for name in TOKENIZERS if is_file(folder / name)]
 
 
-def _closed(path: Path) -> bool:
+def _is_closed(path: Path) -> bool:
     """Whether a text that is a JSON mapping ends like one."""
     try:
         with open_regular(path) as file:
@@ -293,12 +293,12 @@ def _closed(path: Path) -> bool:
         return False
 
 
-def _unread(path: Path) -> str:
+def _explain_unread(path: Path) -> str:
     what = "is a git-lfs pointer, not the file" if is_pointer(path) else "cannot be read"
     return f"its {path.name} {what}"
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return parse_json(read_bytes(path, _LARGEST_INDEX))
     except (OSError, ValueError):

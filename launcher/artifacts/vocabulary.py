@@ -56,14 +56,19 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     if not is_file(path):
         return None
     status = path.stat()
-    base = _base(path, status.st_mtime_ns, status.st_size)
+    base = _read_base(path, status.st_mtime_ns, status.st_size)
     if base is None:
         return None
-    config = _mapping(folder / "tokenizer_config.json")
+    config = _read_mapping(folder / "tokenizer_config.json")
     if "auto_map" in config:
         return None
-    special = dict(_special(config))
-    tokens = [*base.added, *_added_beside(folder, config), *special.values(), *_extra(config)]
+    special = dict(_list_special_tokens(config))
+    tokens = [
+        *base.added,
+        *_list_added_tokens(folder, config),
+        *special.values(),
+        *_list_extra_tokens(config),
+    ]
     added: dict[str, int] = {}
     for token in tokens:
         if token not in base.own and token not in added:
@@ -83,14 +88,14 @@ class _Base:
 
 
 @functools.lru_cache(maxsize=4)
-def _base(path: Path, _changed: int, _size: int) -> _Base | None:
+def _read_base(path: Path, _changed: int, _size: int) -> _Base | None:
     """Two parts of the file alone are parsed: all of a large one takes half a second, most of it
     for its merges.
     """
     try:
         text = read_bytes(path, _LARGEST).decode()
-        words = _part(text, _WORDS)
-        entries = _part(text, _ADDED)
+        words = _parse_value(text, _WORDS)
+        entries = _parse_value(text, _ADDED)
     except (OSError, ValueError, RecursionError):
         return None
     if isinstance(words, dict):
@@ -111,7 +116,7 @@ def _base(path: Path, _changed: int, _size: int) -> _Base | None:
     )
 
 
-def _part(text: str, beginning: re.Pattern[str]) -> Any:
+def _parse_value(text: str, beginning: re.Pattern[str]) -> Any:
     """The value of the first key that looks like this; None without one. Raises ValueError."""
     match = beginning.search(text)
     if match is None:
@@ -120,37 +125,37 @@ def _part(text: str, beginning: re.Pattern[str]) -> Any:
     return value
 
 
-def _added_beside(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _list_added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         for entry in decoder.values():
-            yield from _content(entry)
-    yield from _mapping(folder / "added_tokens.json")
+            yield from _read_content(entry)
+    yield from _read_mapping(folder / "added_tokens.json")
 
 
-def _special(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_special_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for role in _SPECIAL:
-        for token in _content(config.get(role)):
+        for token in _read_content(config.get(role)):
             yield role, token
 
 
-def _extra(config: Mapping[str, Any]) -> Iterator[str]:
+def _list_extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
     """The further special tokens: those of the older name count without the newer one."""
     listed = config.get("extra_special_tokens", config.get("additional_special_tokens"))
     if isinstance(listed, dict):
         listed = list(listed.values())
     for entry in listed if isinstance(listed, list) else ():
-        yield from _content(entry)
+        yield from _read_content(entry)
 
 
-def _content(entry: Any) -> Iterator[str]:
+def _read_content(entry: Any) -> Iterator[str]:
     if isinstance(entry, dict):
         entry = entry.get("content")
     if isinstance(entry, str) and entry:
         yield entry
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         data = parse_json(read_bytes(path, _LARGEST))
     except (OSError, ValueError):

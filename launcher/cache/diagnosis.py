@@ -58,16 +58,23 @@ class Reason:
 
 def why(run: RunFolder) -> list[Reason]:
     """The reasons for every cache of a run's newest attempt; empty if no folder of it is here."""
-    uses = [use for folder in folders.known() for use in folder.uses()]
+    uses: list[CacheUse] = []
+    for folder in folders.known():
+        uses += folder.uses()
     uses.sort(key=lambda use: use.time)
-    own = [use for use in uses if use.run == str(run.path.absolute())]
-    last = max((use.attempt for use in own), default=0)
-    newest = [use for use in own if use.attempt == last]
-    seen = _first_events(run)
-    return [_reason(use, uses, seen.get(f"{use.kind}_cache", {})) for use in newest]
+    path = str(run.path.absolute())
+    own = [use for use in uses if use.run == path]
+    newest = max((use.attempt for use in own), default=0)
+    seen = _find_first_events(run)
+    reasons = []
+    for use in own:
+        if use.attempt == newest:
+            event = seen.get(f"{use.kind}_cache", {})
+            reasons.append(_explain_use(use, uses, event))
+    return reasons
 
 
-def _first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+def _find_first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     """What rank 0's probe recorded first of each kind in the newest attempt.
 
     The first look at a cache decides; a later one finds what was just made.
@@ -80,15 +87,15 @@ def _first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     return first
 
 
-def _reason(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
+def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
     state = str(event.get("state") or "unknown")
-    facts = _facts(use.cache)
+    facts = _read_facts(use.cache)
     nearest: CacheUse | None = None
     differences: list[KeyDifference] = []
     for other in uses:
         if other.time >= use.time or other.owner != use.owner:
             continue
-        changed = list(_differences(_facts(other.cache), facts))
+        changed = list(_list_differences(_read_facts(other.cache), facts))
         if nearest is None or len(changed) <= len(differences):
             nearest = other
             differences = changed
@@ -100,16 +107,16 @@ def _reason(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -
         folder=str(use.cache.get("path")),
         compared=None if nearest is None else nearest.run,
         differences=tuple(differences[:_MOST]),
-        text=_sentence(state, nearest, len(differences)),
+        text=_write_sentence(state, nearest, len(differences)),
     )
 
 
-def _sentence(state: str, nearest: CacheUse | None, differences: int) -> str:
+def _write_sentence(state: str, nearest: CacheUse | None, differences: int) -> str:
     if nearest is None and state == "hit":
         return "hit: made before launch kept records"
     if nearest is None:
         return f"{state}: no earlier run of this stage is known to have used one"
-    run = f"{Path(nearest.run).name} ({_moment(nearest.time)})"
+    run = f"{Path(nearest.run).name} ({_render_moment(nearest.time)})"
     if differences and state == "hit":
         return f"hit: made by a run that is no longer known; {run} had another"
     if differences > _MOST:
@@ -131,13 +138,13 @@ class KeyFact(NamedTuple):
 Facts = Mapping[tuple[object, ...], KeyFact]
 
 
-def _facts(cache: Mapping[str, Any]) -> Facts:
+def _read_facts(cache: Mapping[str, Any]) -> Facts:
     """What a cache was named by: files by their place in the list of their role, others by name."""
     facts: dict[tuple[object, ...], KeyFact] = {}
     for name, value in as_mapping(cache.get("key")).items():
         facts["key", name] = KeyFact(f"`{name}`", value, value)
     counts: collections.Counter[str] = collections.Counter()
-    for entry in _mappings(cache.get("inputs")):
+    for entry in _keep_mappings(cache.get("inputs")):
         role = str(entry.get("role"))
         name = str(entry.get("name"))
         digest = str(entry.get("digest"))
@@ -150,7 +157,7 @@ def _facts(cache: Mapping[str, Any]) -> Facts:
         counts[role] += 1
         place = (role, counts[role])
         shown = as_mapping(entry.get("shown"))
-        listed = _mappings(shown.get("files"))
+        listed = _keep_mappings(shown.get("files"))
         for file in listed:
             # a single file is the same whatever it is called
             below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
@@ -161,7 +168,7 @@ def _facts(cache: Mapping[str, Any]) -> Facts:
     return facts
 
 
-def _differences(before: Facts, now: Facts) -> Iterator[KeyDifference]:
+def _list_differences(before: Facts, now: Facts) -> Iterator[KeyDifference]:
     for place in dict.fromkeys([*now, *before]):
         # a value that only now counts, or no longer does, need not have changed: the keys tell
         key = ("key", *place[1:])
@@ -175,30 +182,30 @@ def _differences(before: Facts, now: Facts) -> Iterator[KeyDifference]:
         assert fact is not None
         shown_before = old and old.shown
         shown_now = new and new.shown
-        text = f"{fact.name} {_change(shown_before, shown_now)}"
+        text = f"{fact.name} {_describe_change(shown_before, shown_now)}"
         yield KeyDifference(fact.name, shown_before, shown_now, text)
 
 
-def _change(before: Any, now: Any) -> str:
+def _describe_change(before: Any, now: Any) -> str:
     listed = [file for file in (before, now) if isinstance(file, Mapping) and "digest" in file]
     if not listed:
-        return f"{_brief(before)} -> {_brief(now)}"
+        return f"{_shorten(before)} -> {_shorten(now)}"
     sizes = [f"{codec.fit_value(file.get('size'), int, 0):,} bytes" for file in listed]
     size = " -> ".join(dict.fromkeys(sizes))
     if before is None:
         return f"is new ({size})"
     if now is None:
         return f"is gone ({size})"
-    written = _moment(now.get("mtime"))
+    written = _render_moment(now.get("mtime"))
     if before.get("mtime") == now.get("mtime"):
         written += ", the same time"
     else:
-        written = f"{_moment(before.get('mtime'))} -> {written}"
+        written = f"{_render_moment(before.get('mtime'))} -> {written}"
     digests = " -> ".join(str(file.get("digest"))[:_DIGITS] for file in listed)
     return f"changed: {size}, written {written}, content {digests}"
 
 
-def _brief(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return brief(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
@@ -206,18 +213,18 @@ def _compare_neighbours(event: Mapping[str, Any], use: CacheUse) -> list[KeyDiff
     """What upstream recorded of this run's entry, against the most similar one in the folder."""
     place = Path(str(event.get("path")))
     folder = place.parent
-    now = _upstream_facts(place)
+    now = _read_upstream_facts(place)
     if folder != Path(str(use.cache.get("path"))) or not now:
         return []
     compared = []
     for name in files.names(folder):
-        before = _upstream_facts(folder / name)
+        before = _read_upstream_facts(folder / name)
         if name != place.name and before:
-            compared.append(list(_differences(before, now)))
+            compared.append(list(_list_differences(before, now)))
     return min(compared, key=len, default=[])
 
 
-def _upstream_facts(entry: Path) -> Facts:
+def _read_upstream_facts(entry: Path) -> Facts:
     values = _flatten(rundir.read_json(entry / "config.json"))
     values.pop("config_hash", None)
     facts: dict[tuple[object, ...], KeyFact] = {}
@@ -240,12 +247,12 @@ def _flatten(value: Any, name: str = "") -> dict[str, Any]:
     return flat
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
+def _keep_mappings(value: Any) -> list[Mapping[str, Any]]:
     mappings: list[Mapping[str, Any]] = codec.fit_value(value, list[Mapping[str, Any]], [])
     return mappings
 
 
-def _moment(seconds: Any) -> str:
+def _render_moment(seconds: Any) -> str:
     try:
         moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     except (TypeError, OverflowError, OSError, ValueError):

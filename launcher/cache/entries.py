@@ -63,7 +63,7 @@ def key(plan: Plan) -> dict[str, Any]:
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     tokenizer["tokenizer_name_or_path"] = name
     tokenizer["tokenizer_revision"] = revision
-    tokenizer["tokenizer_files_hash"] = [_hash(str(name), revision, file) for file in _HASHED]
+    tokenizer["tokenizer_files_hash"] = [_hash_file(str(name), revision, file) for file in _HASHED]
     splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
     columns = values.get(f"{prefix}target_columns")
     if entry.tokenising is not None:
@@ -84,7 +84,7 @@ def key(plan: Plan) -> dict[str, Any]:
                 "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
                 "target_columns": columns,
                 "frac_or_num_samples": float(amount) if "." in amount else int(amount),
-                "dataset_commit_hash": _commit(str(words[at])),
+                "dataset_commit_hash": _find_commit(str(words[at])),
             }
         )
     text = json.dumps({"tokenizer": tokenizer, "data": data}, default=str)
@@ -92,7 +92,7 @@ def key(plan: Plan) -> dict[str, Any]:
     return plain
 
 
-def _commit(name: str) -> str | None:
+def _find_commit(name: str) -> str | None:
     """The commit of a data set on the hub; upstream knows it if its README.md is in the cache."""
     if exists(name) or model_config.is_path(name):
         return None
@@ -103,7 +103,7 @@ def _commit(name: str) -> str | None:
     return snapshot.name
 
 
-def _hash(name: str, revision: str | None, file: str) -> str:
+def _hash_file(name: str, revision: str | None, file: str) -> str:
     folder: Path | None = Path(name)
     if not is_dir(name):
         folder = model_config.snapshot(name, os.environ, revision)

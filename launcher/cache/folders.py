@@ -85,7 +85,7 @@ class CacheFolder:
     def uses(self) -> list[CacheUse]:
         """Which run used it when, oldest first."""
         uses = []
-        for path in _entries(self.path / USES):
+        for path in _list_entries(self.path / USES):
             with contextlib.suppress(Misfit):
                 uses.append(codec.read_record(CacheUse, rundir.read_json(path)))
         return sorted(uses, key=lambda use: use.time)
@@ -93,9 +93,9 @@ class CacheFolder:
     def used(self) -> float:
         """When a run last began with it, in seconds since 1970."""
         times = [use.time for use in self.uses()]
-        return max([*times, self._created()])
+        return max([*times, self._parse_created()])
 
-    def _created(self) -> float:
+    def _parse_created(self) -> float:
         """In seconds since 1970; 0 if the record does not say."""
         try:
             return datetime.datetime.fromisoformat(str(self.record.get("created"))).timestamp()
@@ -104,7 +104,9 @@ class CacheFolder:
 
     def entries(self) -> list[str]:
         """Upstream's own keys that are complete in it."""
-        return sorted(path.name for path in _entries(self.path) if _complete(path, self.kind))
+        return sorted(
+            path.name for path in _list_entries(self.path) if _is_complete_entry(path, self.kind)
+        )
 
     def live(self) -> bool:
         # one look at all processes, however many runs have used it
@@ -131,7 +133,7 @@ class CacheFolder:
             "folder": str(self.path),
             "size": self.size(),
             "created": codec.fit_value(record.get("created"), str),
-            "age": max(0.0, now - self._created()),
+            "age": max(0.0, now - self._parse_created()),
             "last used": max(0.0, now - self.used()),
             "stage": codec.fit_value(record.get("stage"), str),
             "backend": codec.fit_value(record.get("backend"), str),
@@ -171,11 +173,11 @@ def lock(
         descriptors: list[int] = []
         for cache in caches:
             try:
-                descriptor = _hold(cache)
+                descriptor = _hold_folder(cache)
                 if descriptor is not None:
                     stack.callback(os.close, descriptor)
                     descriptors.append(descriptor)
-                _record(cache, run, attempt, redactor)
+                _record_use(cache, run, attempt, redactor)
             except OSError as error:
                 message = f"the cache folder cannot be written: {error.strerror}"
                 help = "set LAUNCH_CACHE to a writable folder"
@@ -184,7 +186,7 @@ def lock(
         yield tuple(descriptors)
 
 
-def _hold(cache: Cache) -> int | None:
+def _hold_folder(cache: Cache) -> int | None:
     """Make the folder and take a shared lock on it; None on a disk without locks."""
     while True:
         cache.path.mkdir(parents=True, exist_ok=True)
@@ -203,24 +205,25 @@ def _hold(cache: Cache) -> int | None:
         os.close(lock)
 
 
-def _record(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) -> None:
+def _record_use(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) -> None:
     described = redactor.redact(cache.as_json())
     uses = cache.path / USES
     uses.mkdir(exist_ok=True)
     if opened(cache.path) is None:
         head = {"launch_cache": RECORD_VERSION, "created": rundir.utc_now()}
         files.write_json(cache.path / RECORD, {**head, **described})
-    use = CacheUse(run=str(run.path.absolute()), attempt=attempt, time=time.time(), cache=described)
-    name = hashlib.sha256(os.fsencode(use.run)).hexdigest()[:16]
-    files.write_json(uses / f"{name}-{attempt}.json", asdict(use))
+    path = str(run.path.absolute())
+    use = CacheUse(run=path, attempt=attempt, time=time.time(), cache=described)
+    hashed = hashlib.sha256(os.fsencode(path)).hexdigest()
+    files.write_json(uses / f"{hashed[:16]}-{attempt}.json", asdict(use))
     rundir.register("caches", cache.path)
 
 
 def _discard_unfinished(cache: Cache) -> None:
     """Remove what was begun and never finished; only for who holds the folder alone."""
-    for path in _entries(cache.path):
+    for path in _list_entries(cache.path):
         is_named = _ENTRY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-        if cache.kind == "dataset" and is_named and not _complete(path, "dataset"):
+        if cache.kind == "dataset" and is_named and not _is_complete_entry(path, "dataset"):
             _remove(path)
         if cache.kind == "reference" and path.suffix == ".tmp" and not path.name.startswith("."):
             _remove(path)
@@ -246,38 +249,40 @@ def discard_spoiled(cache: Cache) -> list[Path] | None:
     if folder is None or folder.record.get("digest") != cache.digest:
         return None
     begun = cache.read - _TICK
-    if all(_stat_time(path, "st_ctime") < begun for path in _local_files(cache)):
+    if all(_read_time(path, "st_ctime") < begun for path in _list_local_files(cache)):
         return None
     removed = []
-    for path in _entries(cache.path):
+    for path in _list_entries(cache.path):
         if path.name == RECORD or path.name.startswith("."):
             continue
-        written = max(_stat_time(part, "st_mtime") for part in (path, *path.rglob("*")))
+        written = max(_read_time(part, "st_mtime") for part in (path, *path.rglob("*")))
         if written > cache.read and _remove(path):
             removed.append(path)
     return removed
 
 
-def _local_files(cache: Cache) -> Iterator[Path]:
+def _list_local_files(cache: Cache) -> Iterator[Path]:
     """The files that its local inputs were read from; and folders of data, which may get more."""
     for source in cache.inputs:
         shown = as_mapping(source.shown)
+        kind = shown.get("kind")
         path = Path(source.name)
-        if shown.get("kind") == "folder":
-            for file in codec.fit_value(shown.get("files"), list[Mapping[str, object]], []):
+        if kind == "folder":
+            listed = codec.fit_value(shown.get("files"), list[Mapping[str, object]], [])
+            for file in listed:
                 yield path / str(file.get("name"))
-        if shown.get("kind") == "file" or (shown.get("kind") == "folder" and source.role == "data"):
+        if kind == "file" or (kind == "folder" and source.role == "data"):
             yield path
 
 
-def _stat_time(path: Path, name: str) -> float:
+def _read_time(path: Path, name: str) -> float:
     try:
         return float(getattr(path.stat(), name))
     except OSError:
         return 0.0
 
 
-def _complete(path: Path, kind: str) -> bool:
+def _is_complete_entry(path: Path, kind: str) -> bool:
     if kind == "reference":
         return path.suffix == ".pt"
     if path.name.startswith((".", "_")) or not path.is_dir():
@@ -293,7 +298,7 @@ def is_complete(path: Path) -> bool:
 def known() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own place, those used last at the end."""
     listed: dict[Path, CacheFolder] = {}
-    for path in (*rundir.registered("caches"), *_entries(cache_home())):
+    for path in (*rundir.registered("caches"), *_list_entries(cache_home())):
         folder = opened(path)
         if folder is not None:
             listed[folder.path] = folder
@@ -314,7 +319,7 @@ def opened(path: Path) -> CacheFolder | None:
     return CacheFolder(path.absolute(), record)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _list_entries(folder: Path) -> list[Path]:
     return [folder / name for name in files.names(folder)]
 
 

@@ -101,14 +101,13 @@ class Part:
 def required_parts(plan: Plan) -> tuple[Part, ...]:
     """What the run reads, each once, whichever argument names it first."""
     parts: dict[Part, Part] = {}
-    for part in _required_parts(plan):
+    for part in _list_required_parts(plan):
         parts.setdefault(replace(part, key="", files=str(part.files)), part)
     return tuple(parts.values())
 
 
-def _required_parts(plan: Plan) -> Iterator[Part]:
+def _list_required_parts(plan: Plan) -> Iterator[Part]:
     values = plan.values
-    names = plan.stage.entry.names
     revision = values.get("model_revision")
     role: Role = "whole" if plan.stage.entry.whole_model else "model"
     for key in ("model_name_or_path", "config_name"):
@@ -116,25 +115,38 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
         # OLMo-core's names of shapes are not on the hub
         if isinstance(name, str) and name not in values.schema.configs:
             yield Part(role=role, name=name, key=key, revision=revision)
-    tokenizer_revision = values.get("tokenizer_revision") or revision
-    revisions = {"tokenizer_name_or_path": tokenizer_revision, "chat_template_path": None}
-    for key, tokenizer_revision in revisions.items():
+    yield from _list_tokenizer_parts(plan)
+    yield from _list_data_parts(plan)
+
+
+def _list_tokenizer_parts(plan: Plan) -> Iterator[Part]:
+    values = plan.values
+    model = values.get(plan.stage.entry.names.model)
+    own_revision = values.get("tokenizer_revision") or values.get("model_revision")
+    revisions = {"tokenizer_name_or_path": own_revision, "chat_template_path": None}
+    for key, revision in revisions.items():
         name = values.get(key)
-        if isinstance(name, str) and name != values.get(names.model) and not is_file(name):
-            yield Part(role="tokenizer", name=name, key=key, revision=tokenizer_revision)
+        if isinstance(name, str) and name != model and not is_file(name):
+            yield Part(role="tokenizer", name=name, key=key, revision=revision)
+
+
+def _list_data_parts(plan: Plan) -> Iterator[Part]:
+    values = plan.values
+    key = plan.stage.entry.names.data
     mixed = mixture.of_values(values, os.environ)
-    listed = values.get(names.data)
     if mixed is not None:
-        yield from _parts_of_mixture(mixed, values)
-    elif isinstance(listed, list):
+        yield from _list_mixture_parts(mixed, values)
+        return
+    listed = values.get(key)
+    if isinstance(listed, list):
         for name in listed[::2]:
             if isinstance(name, str):
-                yield Part(role="card", name=name, key=names.data, revision="main")
+                yield Part(role="card", name=name, key=key, revision="main")
     elif isinstance(listed, str) and values.get("dataset_streaming") is not True:
-        yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
+        yield Part(role="data", name=listed, key=key, config=values.get("dataset_config"))
 
 
-def _parts_of_mixture(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
+def _list_mixture_parts(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
     """The sets of a mixture that are on the hub; a stream is read while it is trained on."""
     if values.get("streaming") is True:
         return
@@ -158,15 +170,15 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
     to stderr. Raises NotReady if the trainer's Python cannot do it at all.
     """
     return tuple(
-        _checked(part) if part.local else _download(part, trainer, environ) for part in parts
+        _check_part(part) if part.local else _download(part, trainer, environ) for part in parts
     )
 
 
 def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
-    before = _snapshot(part)
+    before = _find_snapshot(part)
     began = time.monotonic()
-    answer = _call(part, trainer, environ)
-    now = _snapshot(part)
+    answer = _call_hub(part, trainer, environ)
+    now = _find_snapshot(part)
     error = answer.get("error")
     place = Path(answer["path"]) if answer.get("path") else None
     seconds = time.monotonic() - began
@@ -177,10 +189,10 @@ def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
         return replace(part, state="missing" if error else "there")
     if place is None:
         return replace(part, state="missing")
-    return _checked(replace(part, state="there" if now == before else "fetched"))
+    return _check_part(replace(part, state="there" if now == before else "fetched"))
 
 
-def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
+def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
     """Have the trainer's Python download a part; `path` or `error`. Raises NotReady."""
     module = "huggingface_hub"
     function = "snapshot_download"
@@ -208,16 +220,16 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
     return answer
 
 
-def _checked(part: Part) -> Part:
+def _check_part(part: Part) -> Part:
     """A part that is on this disk, or should be."""
     place = part.place or Path(part.name)
-    size = sizes.size_below(place, links=True)
+    part = replace(part, place=place, size=sizes.size_below(place, links=True))
     if part.role in ("card", "data"):
-        state = "there" if exists(place) else "missing"
-        return replace(part, place=place, state=state, size=size)
+        return replace(part, state="there" if exists(place) else "missing")
     error = part.error or lacking(place, part.role)
-    state = "missing" if error else part.state or "there"
-    return replace(part, place=place, state=state, size=size, error=error)
+    if error:
+        return replace(part, state="missing", error=error)
+    return replace(part, state=part.state or "there", error=None)
 
 
 def lacking(folder: Path, role: Role) -> str | None:
@@ -231,7 +243,7 @@ def lacking(folder: Path, role: Role) -> str | None:
     return None if fault is None else f"{folder}: {fault}"
 
 
-def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
+def _find_snapshot(part: Part) -> tuple[str | None, set[Path]]:
     """The commit of a part in the hub's cache now, and its files there."""
     kind = "datasets" if part.role in ("card", "data") else "models"
     folder = model_config.snapshot(part.name, os.environ, part.revision, kind)

@@ -35,25 +35,25 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
     contents = []
     for name in data_names(plan):
         if exists(Path(name)):
-            contents.append(_read("data", name, None))
+            contents.append(_read_record("data", name, None))
         else:
-            contents.append(_record("data", name, None))
+            contents.append(_make_record("data", name, None))
     model = values.get(stage.entry.names.model)
     revision = values.get("model_revision")
     tokenizer = values.get("tokenizer_name_or_path") or model
     tokenizer_revision = values.get("tokenizer_revision") or revision
     if model:
-        contents.append(_read("model", model, revision))
+        contents.append(_read_record("model", model, revision))
     if tokenizer:
-        contents.append(_read("tokenizer", tokenizer, tokenizer_revision))
+        contents.append(_read_record("tokenizer", tokenizer, tokenizer_revision))
     if stage.deepspeed is not None:
         # a file that cannot be read is reported elsewhere
         with contextlib.suppress(OSError):
             digest = hashlib.sha256(stage.deepspeed.read_bytes()).hexdigest()
-            contents.append(_record("deepspeed", str(stage.deepspeed), digest))
+            contents.append(_make_record("deepspeed", str(stage.deepspeed), digest))
     script = stage.entry.script
     code = facts.digest(stage.upstream.packages, script) or stage.schema.digests.get(script)
-    contents.append(_record("code", script, code))
+    contents.append(_make_record("code", script, code))
     return contents
 
 
@@ -68,32 +68,33 @@ def data_names(plan: Plan) -> list[str]:
     return [str(data)] if data else []
 
 
-def _read(role: str, name: str, revision: str | None) -> dict[str, Any]:
+def _read_record(role: str, name: str, revision: str | None) -> dict[str, Any]:
     content = READERS[role](name, revision)
     if content.kind == "name":
         # of a name on the hub whose commit is unknown here the content is unknown
-        return _record(role, content.name, None)
-    record = _record(role, content.name, content.digest)
+        return _make_record(role, content.name, None)
+    record = _make_record(role, content.name, content.digest)
     if content.kind in ("file", "folder"):
-        files = content.files if len(content.files) <= FILES_KEPT else ()
-        record["files"] = {file.name: file.digest for file in files}
+        record["files"] = {}
+        if len(content.files) <= FILES_KEPT:
+            record["files"] = {file.name: file.digest for file in content.files}
     return record
 
 
-def _record(role: str, name: str, digest: str | None) -> dict[str, Any]:
+def _make_record(role: str, name: str, digest: str | None) -> dict[str, Any]:
     return {"role": role, "name": name, "digest": digest}
 
 
 def digests(listed: object, role: str) -> list[Any]:
     """The digests of one role; none if `listed` is no list of contents."""
-    return [record.get("digest") for record in _records(listed) if record.get("role") == role]
+    return [record.get("digest") for record in _parse_records(listed) if record.get("role") == role]
 
 
 def names(listed: Contents, role: str) -> str:
     return ", ".join(str(record.get("name")) for record in listed if record.get("role") == role)
 
 
-def _records(listed: object) -> list[dict[str, Any]]:
+def _parse_records(listed: object) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = codec.fit_value(listed, list[Mapping[str, Any]], [])
     return records
 
@@ -104,13 +105,13 @@ def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
     `after` is None if it is gone or cannot be read. Relative names start at `cwd`.
     """
     changes: list[dict[str, Any]] = []
-    for record in _records(listed):
+    for record in _parse_records(listed):
         if isinstance(record.get("files"), dict):
-            changes += _changes(record, cwd)
+            changes += _find_changes(record, cwd)
     return changes
 
 
-def _changes(record: Mapping[str, Any], cwd: Path) -> Iterator[dict[str, Any]]:
+def _find_changes(record: Mapping[str, Any], cwd: Path) -> Iterator[dict[str, Any]]:
     role = str(record.get("role"))
     name = str(record.get("name"))
     digest = record.get("digest")

@@ -159,8 +159,8 @@ def derive(plan: Plan, packages: Mapping[str, str], *, lenient: bool = False) ->
     """
     sources = _Sources(plan, packages, lenient, time.time())
     if plan.stage.backend.DATA_CACHE == "own":
-        return tuple(_open_instruct(sources))
-    return tuple(_trl(sources))
+        return tuple(_find_open_instruct_caches(sources))
+    return tuple(_find_trl_caches(sources))
 
 
 def derived(caches: Iterable[Cache]) -> dict[str, Derived]:
@@ -251,7 +251,7 @@ class _Sources:
         )
 
 
-def _open_instruct(sources: _Sources) -> Iterator[Cache]:
+def _find_open_instruct_caches(sources: _Sources) -> Iterator[Cache]:
     values = sources.plan.values
     refers = sources.plan.stage.refers
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
@@ -263,7 +263,7 @@ def _open_instruct(sources: _Sources) -> Iterator[Cache]:
     key |= sources.values(("max_seq_length", *TOKENIZER_KEY))
     named_set = sources.text(f"{prefix}config_hash")
     if named_set is None:
-        tokenised = _tokenising(sources)
+        tokenised = _read_tokenising_inputs(sources)
         if values.get(f"{prefix}cache_mode") == "local":
             base = sources.text(option) if values.given(option) else None
             cache = sources.cache("dataset", base, tokenised, key)
@@ -287,7 +287,7 @@ def _open_instruct(sources: _Sources) -> Iterator[Cache]:
         yield replace(cache, env={REFERENCE_VARIABLE: str(cache.path)})
 
 
-def _tokenising(sources: _Sources) -> list[Input]:
+def _read_tokenising_inputs(sources: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
     read: list[Input] = []
     for name in inputs.data_names(sources.plan):
@@ -305,7 +305,7 @@ def _tokenising(sources: _Sources) -> list[Input]:
     ]
 
 
-def _trl(sources: _Sources) -> Iterator[Cache]:
+def _find_trl_caches(sources: _Sources) -> Iterator[Cache]:
     """`datasets` caches what TRL reads and tokenises: the folder's name holds what its key lacks.
 
     Local sets count by their content. The hub's are known by their commit

@@ -51,7 +51,7 @@ def find_citations(root: Path) -> list[Citing]:
         text = path.read_text(encoding="utf-8")
         if "::" not in text:
             continue
-        pieces = _python(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
+        pieces = _list_strings(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
         for line, piece in pieces:
             cited.update(Citing(name, line, citation) for citation in citations.citations(piece))
     return sorted(cited)
@@ -70,13 +70,13 @@ _ABOUT_CITATIONS = frozenset(
 )
 
 
-def _python(text: str) -> Iterator[tuple[int, str]]:
+def _list_strings(text: str) -> Iterator[tuple[int, str]]:
     """The strings of a module, their parts joined, and its comments, with their lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            for number, line in enumerate(node.value.split("\n")):
-                yield node.lineno + number, line
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            yield from enumerate(node.value.split("\n"), node.lineno)
+    source = io.StringIO(text)
+    for token in tokenize.generate_tokens(source.readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
@@ -154,10 +154,10 @@ def take_tables(
     named = in_package(cited, PACKAGE)
     for commit, tree in commits.items():
         by_release[f"{PACKAGE} {commit}"] = citations.table({PACKAGE: tree}, named)
-    for package in _other_packages(cited):
+    for package in _list_other_packages(cited):
         named = in_package(cited, package)
-        kept = _release_of(package, old)
-        current = _release_of(package, trees)
+        kept = _find_release(package, old)
+        current = _find_release(package, trees)
         if current is not None and kept in {None, current}:
             by_release[current] = citations.table({package: trees[current]}, named)
             continue
@@ -171,11 +171,11 @@ def take_tables(
     return Tables(Committed(BACKENDS[PACKAGE].PIN, by_release, later), tuple(problems))
 
 
-def _other_packages(cited: Iterable[Citing]) -> list[str]:
+def _list_other_packages(cited: Iterable[Citing]) -> list[str]:
     return sorted({citing.citation.partition("/")[0] for citing in cited} - {PACKAGE})
 
 
-def _release_of(package: str, releases: Iterable[str]) -> str | None:
+def _find_release(package: str, releases: Iterable[str]) -> str | None:
     for release in releases:
         if release.startswith(f"{package} "):
             return release
@@ -185,7 +185,7 @@ def _release_of(package: str, releases: Iterable[str]) -> str | None:
 def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
     """The cited packages that are installed here, by release."""
     trees: dict[str, Tree] = {}
-    for package in _other_packages(cited):
+    for package in _list_other_packages(cited):
         folder = find_package(package)
         if folder is not None:
             distribution = _DISTRIBUTIONS.get(package, package)

@@ -227,15 +227,15 @@ def between(
     `stage` is for flat files that do not say theirs. Raises NotReady if git lacks the commits'
     files, InvalidConfig with all findings if a stage file cannot even be read.
     """
-    configs = _load(paths)
+    configs = _load_configs(paths)
     repository = commits.repository
-    old = _read(repository, commits.old, commits.names[0])
-    new = _read(repository, commits.new, commits.names[1])
+    old = _read_revision(repository, commits.old, commits.names[0])
+    new = _read_revision(repository, commits.new, commits.names[1])
     stages: dict[str, StageDifference] = {}
     for key, entry in BACKEND.STAGES.items():
         # a further script of a stage that only the newer commit has is no loss of anything
         if not entry.stage or key in old.schemas:
-            stages[key] = _compare(key, old, new)
+            stages[key] = _compare_stage(key, old, new)
     ahead, behind = pin.distance(repository, commits.old, commits.new)
     return CommitDifference(
         repository=repository.root,
@@ -249,7 +249,7 @@ def between(
     )
 
 
-def _load(paths: Sequence[Path]) -> list[Config]:
+def _load_configs(paths: Sequence[Path]) -> list[Config]:
     # a stage file beside the pipeline that names it counts once
     configs: dict[tuple[Path, tuple[str, ...]], Config] = {}
     faults: list[Finding] = []
@@ -269,7 +269,7 @@ def _load(paths: Sequence[Path]) -> list[Config]:
     return list(configs.values())
 
 
-def _read(repository: Repository, commit: str, name: str) -> Revision:
+def _read_revision(repository: Repository, commit: str, name: str) -> Revision:
     source = locate.at_commit(repository, commit)
     locator = Locator.of(source)
     schemas: dict[str, Schema] = {}
@@ -295,7 +295,7 @@ def _read(repository: Repository, commit: str, name: str) -> Revision:
     )
 
 
-def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
+def _compare_stage(stage: str, old: Revision, new: Revision) -> StageDifference:
     entry = BACKEND.STAGES[stage]
     unreadable: dict[str, str] = {}
     for side, revision in (("old", old), ("new", new)):
@@ -334,7 +334,7 @@ class _ArgumentPairs:
     def compare(self) -> Iterator[ArgumentDifference]:
         old = self.old.fields
         new = self.new.fields
-        renames = self._renames()
+        renames = self._find_renames()
         for name, field in old.items():
             if name in new:
                 continue
@@ -343,7 +343,7 @@ class _ArgumentPairs:
                 what="removed",
                 old=field.where,
                 before=field.type,
-                why=_why(self.past_of_new(name), gone=True),
+                why=_explain_change(self.past_of_new(name), gone=True),
             )
             if name in renames:
                 to = new[renames[name]]
@@ -356,7 +356,7 @@ class _ArgumentPairs:
                     what="added",
                     after=f"{field.type} = {shown_default(field)}",
                     new=field.where,
-                    why=_why(self.past_of_new(name), gone=False),
+                    why=_explain_change(self.past_of_new(name), gone=False),
                 )
         pairs = []
         for name, field in old.items():
@@ -364,20 +364,20 @@ class _ArgumentPairs:
             if to_name is not None:
                 pairs.append((field, new[to_name]))
         for before, after in pairs:
-            yield from _altered(before, after)
+            yield from _compare_fields(before, after)
         for before, after in pairs:
-            yield from self._reads(before, after)
+            yield from self._compare_reads(before, after)
 
-    def _renames(self) -> Mapping[str, str]:
+    def _find_renames(self) -> Mapping[str, str]:
         """The new names by the old ones; if NEW is the older commit, as they were renamed later."""
         gone = [name for name in self.old.fields if name not in self.new.fields]
         added = [name for name in self.new.fields if name not in self.old.fields]
-        renames = dict(_renamed(gone, self.past_of_new, added))
-        for name, earlier in _renamed(added, self.past_of_old, gone):
+        renames = dict(_follow_renames(gone, self.past_of_new, added))
+        for name, earlier in _follow_renames(added, self.past_of_old, gone):
             renames.setdefault(earlier, name)
         return renames
 
-    def _reads(self, before: Field, after: Field) -> Iterator[ArgumentDifference]:
+    def _compare_reads(self, before: Field, after: Field) -> Iterator[ArgumentDifference]:
         """A read that came or went; one under other conditions shows in the functions."""
         first = self.old.path.reads.get(before.name)
         second = self.new.path.reads.get(after.name)
@@ -388,11 +388,14 @@ class _ArgumentPairs:
             what="read" if second else "unread",
             old=first[0].where if first else before.where,
             new=second[0].where if second else after.where,
-            to=_new_name(before, after),
+            to=_find_new_name(before, after),
         )
 
 
-def _renamed(names: Iterable[str], past: _Past, others: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _follow_renames(
+    names: Iterable[str], past: _Past, others: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Each name that lives on under another one of `others`, with that one."""
     for name in names:
         events = past(name)
         to = history.called_now(events[0], past, others) if events else None
@@ -400,34 +403,34 @@ def _renamed(names: Iterable[str], past: _Past, others: Sequence[str]) -> Iterat
             yield name, to
 
 
-def _why(events: Sequence[history.ArgumentChange], *, gone: bool) -> str | None:
+def _explain_change(events: Sequence[history.ArgumentChange], *, gone: bool) -> str | None:
     """How a name went away or came, for people; None if NEW is the older commit."""
     return history.sentence(events[0]) if events and events[0].gone == gone else None
 
 
-def _new_name(old: Field, new: Field) -> str | None:
+def _find_new_name(old: Field, new: Field) -> str | None:
     return None if new.name == old.name else new.name
 
 
-def _altered(old: Field, new: Field) -> Iterator[ArgumentDifference]:
+def _compare_fields(old: Field, new: Field) -> Iterator[ArgumentDifference]:
     change = ArgumentDifference(
-        name=old.name, what="type", old=old.where, new=new.where, to=_new_name(old, new)
+        name=old.name, what="type", old=old.where, new=new.where, to=_find_new_name(old, new)
     )
-    if _takes(old) != _takes(new):
-        yield replace(change, before=_shown_type(old), after=_shown_type(new))
+    if _describe_accepted(old) != _describe_accepted(new):
+        yield replace(change, before=_render_type(old), after=_render_type(new))
     before = shown_default(old)
     after = shown_default(new)
     if before != after:
         yield replace(change, what="default", before=before, after=after)
 
 
-def _takes(field: Field) -> tuple[object, ...]:
+def _describe_accepted(field: Field) -> tuple[object, ...]:
     """What of a type decides which words a flag takes."""
     kind = field.type if field.kind == "opaque" else field.kind
     return kind, sorted(map(str, field.choices)), field.many, field.bare
 
 
-def _shown_type(field: Field) -> str:
+def _render_type(field: Field) -> str:
     if not field.choices:
         return field.type
     return f"{field.type} ({', '.join(map(str, field.choices))})"
@@ -455,7 +458,7 @@ def _judge_both(
     difference = ConfigDifference(path=config.path, stage=None)
     if backend_of(config) != BACKEND.NAME:
         return replace(difference, reason="for another backend than open-instruct")
-    sides = [_judge(config, revision, stage) for revision in (old, new)]
+    sides = [_judge_config(config, revision, stage) for revision in (old, new)]
     judged = [side for side in sides if isinstance(side, Judged)]
     reasons = [side for side in sides if isinstance(side, str)]
     valid = [None if isinstance(side, str) else not errors(side.findings) for side in sides]
@@ -468,13 +471,13 @@ def _judge_both(
     changes = stages[first.schema.key].changes
     return replace(
         difference,
-        appeared=_only_in(second, first),
-        vanished=_only_in(first, second),
+        appeared=_subtract_findings(second, first),
+        vanished=_subtract_findings(first, second),
         defaults=tuple(change for change in changes if _relies_on(change, first, second)),
     )
 
 
-def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
+def _judge_config(config: Config, side: Revision, stage: str | None) -> Judged | str:
     """A file against a commit; the reason if its stage cannot be read there."""
     try:
         judged = judge_stage_file(config, stage=stage, locator=side.locator)
@@ -484,13 +487,13 @@ def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
     return replace(judged, findings=tuple(kept))
 
 
-def _only_in(judged: Judged, other: Judged) -> tuple[Finding, ...]:
+def _subtract_findings(judged: Judged, other: Judged) -> tuple[Finding, ...]:
     """Findings that the other side does not have; the same code about the same key is the same."""
-    others = {_identity(finding) for finding in other.findings}
-    return tuple(finding for finding in judged.findings if _identity(finding) not in others)
+    others = {_identify_finding(finding) for finding in other.findings}
+    return tuple(finding for finding in judged.findings if _identify_finding(finding) not in others)
 
 
-def _identity(finding: Finding) -> tuple[str | None, ...]:
+def _identify_finding(finding: Finding) -> tuple[str | None, ...]:
     about = None
     if finding.code == "refused-by-source":
         # of several refusals of one argument its conditions tell them apart, wherever they stand
@@ -503,7 +506,8 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
     assert old.schema and new.schema and old.values is not None and new.values is not None
     to = change.to or change.name
     args = new.config.args
-    if change.what != "default" or args.get(change.name) is not None or args.get(to) is not None:
+    is_set = args.get(change.name) is not None or args.get(to) is not None
+    if is_set or change.what != "default":
         return False
     entry = entry_of(new.schema)
     derived = {*entry.derived, entry.names.output, "do_not_randomize_output_dir"}
@@ -519,13 +523,13 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
 def lines(difference: CommitDifference, *, everything: bool = False) -> list[str]:
     """The answer for people; each change has its line without stage files, or with `everything`."""
     everything = everything or not difference.configs
-    lines = list(_head_lines(difference))
+    lines = list(_render_head(difference))
     for config in difference.configs:
-        lines += ["", *_config_lines(config)]
+        lines += ["", *_render_config(config)]
     changed: dict[str, tuple[FunctionDifference, ...]] = {}
     behaviours: dict[str, tuple[BehaviourDifference, ...]] = {}
     for key, stage in difference.stages.items():
-        lines += ["", *_stage_lines(stage, everything=everything)]
+        lines += ["", *_render_stage(stage, everything=everything)]
         if not stage.unreadable:
             changed[key] = stage.functions
             behaviours[key] = stage.behaviours
@@ -536,10 +540,10 @@ def lines(difference: CommitDifference, *, everything: bool = False) -> list[str
     if difference.cache_moved:
         versions = f"{difference.old.cache or 'none'} -> {difference.new.cache or 'none'}"
         lines += ["", f"dataset cache: version {versions}: every dataset is tokenised again"]
-    return [*lines, "", _result_line(difference)]
+    return [*lines, "", _render_result(difference)]
 
 
-def _head_lines(difference: CommitDifference) -> Iterator[str]:
+def _render_head(difference: CommitDifference) -> Iterator[str]:
     yield f"old  {difference.old.title}"
     yield f"new  {difference.new.title}"
     steps = pin.counts(difference.ahead, difference.behind)
@@ -549,7 +553,7 @@ def _head_lines(difference: CommitDifference) -> Iterator[str]:
         yield "     the clone has no whole history: counts and renames go as far as it does"
 
 
-def _config_lines(config: ConfigDifference) -> Iterator[str]:
+def _render_config(config: ConfigDifference) -> Iterator[str]:
     words = {True: "valid", False: "INVALID", None: "cannot be judged"}
     states = dict.fromkeys(words[state] for state in config.valid)
     stage = f" ({config.stage})" if config.stage else ""
@@ -557,21 +561,21 @@ def _config_lines(config: ConfigDifference) -> Iterator[str]:
     if config.reason is not None:
         yield f"  {config.reason}"
     for finding in config.appeared:
-        yield _finding_line("+", finding)
+        yield _render_finding("+", finding)
         if finding.help is not None:
             yield f"        help: {finding.help}"
     for finding in config.vanished:
-        yield _finding_line("-", finding)
+        yield _render_finding("-", finding)
     for change in config.defaults:
         yield f"  relies on `{change.to or change.name}`: {change}"
 
 
-def _finding_line(sign: str, finding: Finding) -> str:
+def _render_finding(sign: str, finding: Finding) -> str:
     line = f"  {sign} {finding.severity}[{finding.code}]: {finding.message}"
     return f"{line}  ({finding.place})" if finding.place else line
 
 
-def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
+def _render_stage(stage: StageDifference, *, everything: bool) -> Iterator[str]:
     same = "" if stage.changes or stage.unreadable else ": no change"
     yield f"{stage.stage}  {stage.script}{same}"
     for side, reason in stage.unreadable.items():
@@ -594,7 +598,7 @@ def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
             yield f"    {name}: {change}"
 
 
-def _result_line(difference: CommitDifference) -> str:
+def _render_result(difference: CommitDifference) -> str:
     """The last line. It never says that nothing got worse."""
     configs = difference.configs
     worse = [str(config.path) for config in configs if config.worse]

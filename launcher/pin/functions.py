@@ -64,16 +64,21 @@ def compare(
     old: Mapping[str, Reached], new: Mapping[str, Reached]
 ) -> tuple[FunctionDifference, ...]:
     """What differs, by symbol: other bodies first, then what is reached at one commit alone."""
-    changed = [name for name in new if name in old and new[name].text != old[name].text]
-    begun = [name for name in new if name not in old]
-    left = [name for name in old if name not in new]
-    differences = [_difference("changed", old[name], new[name]) for name in changed]
-    differences += [_difference("reached", None, new[name]) for name in begun]
-    differences += [_difference("left", old[name], None) for name in left]
-    return tuple(differences)
+    changed = []
+    reached = []
+    for name, function in new.items():
+        if name not in old:
+            reached.append(_compare_function("reached", None, function))
+        elif old[name].text != function.text:
+            changed.append(_compare_function("changed", old[name], function))
+    left = []
+    for name, function in old.items():
+        if name not in new:
+            left.append(_compare_function("left", function, None))
+    return (*changed, *reached, *left)
 
 
-def _difference(what: str, old: Reached | None, new: Reached | None) -> FunctionDifference:
+def _compare_function(what: str, old: Reached | None, new: Reached | None) -> FunctionDifference:
     function = new or old
     assert function is not None
     before = None if old is None else old.text
@@ -87,15 +92,15 @@ def _difference(what: str, old: Reached | None, new: Reached | None) -> Function
     return FunctionDifference(
         symbol=function.symbol,
         what=what,
-        old=_place(old),
-        new=_place(new),
+        old=_render_place(old),
+        new=_render_place(new),
         before=before,
         after=after,
         diff=lines,
     )
 
 
-def _place(function: Reached | None) -> str | None:
+def _render_place(function: Reached | None) -> str | None:
     if function is None:
         return None
     file = function.symbol.partition("::")[0]
@@ -138,12 +143,12 @@ def lines(
             line = str(difference.new or difference.old).rpartition(":")[2]
             yield f"    {difference.symbol}  ({', '.join(stages[difference])}; line {line})"
             if everything:
-                yield from _shown(difference)
+                yield from _render_diff(difference)
     if not everything:
         yield "  (--all shows what changed in each)"
 
 
-def _shown(difference: FunctionDifference) -> Iterator[str]:
+def _render_diff(difference: FunctionDifference) -> Iterator[str]:
     for line in difference.diff[:_SHOWN_LINES]:
         yield f"      {line}".rstrip()
     more = len(difference.diff) - _SHOWN_LINES

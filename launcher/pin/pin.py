@@ -85,12 +85,12 @@ class CheckoutStatus:
         elif self.state == "checkout":
             yield "      without a git history of its own"
         if self.edited_files:
-            yield f"      edited: {_listed(self.edited_files)}"
+            yield f"      edited: {_join_names(self.edited_files)}"
         if self.changed_files:
             other = "the pin"
             if self.release is not None and self.release != PIN:
                 other = self.release[:_SHOWN]
-            yield f"      different from {other}: {_listed(self.changed_files)}"
+            yield f"      different from {other}: {_join_names(self.changed_files)}"
 
     def as_json(self) -> dict[str, object]:
         data = asdict(self)
@@ -147,7 +147,7 @@ class Status:
 
     @property
     def next(self) -> tuple[str, ...]:
-        return tuple(_next(self))
+        return tuple(_suggest_commands(self))
 
     def as_json(self) -> dict[str, object]:
         used = self.used
@@ -188,16 +188,17 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
         place = canonical(path)
         if place not in places:
             is_used = used is not None and place == canonical(used)
-            places[place] = _look(path, source, used=is_used)
-    return Status(places=tuple(places.values()), fill=_fill_command(), fault=fault)
+            places[place] = _inspect_place(path, source, used=is_used)
+    return Status(places=tuple(places.values()), fill=_build_fill_command(), fault=fault)
 
 
-def _fill_command() -> str | None:
+def _build_fill_command() -> str | None:
+    """The command that fills the submodule; None where this launch has none."""
     root = locate.REPOSITORY
     if not exists(root / ".gitmodules") or not locate.SUBMODULE.is_relative_to(root):
         return None
     module = locate.SUBMODULE.relative_to(root)
-    return f"git -C {_word(root)} submodule update --init {module}"
+    return f"git -C {_quote(root)} submodule update --init {module}"
 
 
 def get_checkout() -> str:
@@ -206,7 +207,7 @@ def get_checkout() -> str:
     return commands[0] if commands else "git submodule update --init external/open-instruct"
 
 
-def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
+def _inspect_place(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     place = CheckoutStatus(path=path, source=source, used=used, state=locate.state_of(path))
     if place.state != "checkout":
         return place
@@ -230,16 +231,16 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     )
 
 
-def _next(status: Status) -> Iterator[str]:
+def _suggest_commands(status: Status) -> Iterator[str]:
     used = status.used
     if used is None:
         others = [place for place in status.places if place.known]
         if others and status.fault is not None:
             # the place that was named is none, another one is
-            yield f"export LAUNCH_OPEN_INSTRUCT={_word(others[0].path)}"
+            yield f"export LAUNCH_OPEN_INSTRUCT={_quote(others[0].path)}"
         # none is usual in a test
         usual = expanded(locate.FOUND_IN[-1]) if locate.FOUND_IN else status.places[-1].path
-        place = _word(usual)
+        place = _quote(usual)
         yield status.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
         return
     if used.known:
@@ -247,7 +248,7 @@ def _next(status: Status) -> Iterator[str]:
     if used.commit is None:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
         return
-    git = f"git -C {_word(used.path)}"
+    git = f"git -C {_quote(used.path)}"
     if used.edited_source:
         yield f"{git} stash"
     if used.commit == used.release:
@@ -291,7 +292,7 @@ def find_commits(
             help = "launch pin diff pin origin/main"
             raise usage("unknown-commit", "two commits are compared", help)
     repository = _find_repository(checkout, environ)
-    old, new = (_commit(repository, name) for name in names)
+    old, new = (_resolve_commit(repository, name) for name in names)
     return Commits(repository, old, new, names)
 
 
@@ -316,7 +317,7 @@ def _is_own(repository: Repository) -> bool:
     return canonical(repository.root) in {canonical(Path(folder)) for folder in folders if folder}
 
 
-def _commit(repository: Repository, name: str) -> str:
+def _resolve_commit(repository: Repository, name: str) -> str:
     """The commit of a name. Raises NotReady or UsageError with the command that would fetch it."""
     if name == "pin":
         name = PIN
@@ -331,7 +332,7 @@ def _commit(repository: Repository, name: str) -> str:
         words = "--unshallow origin"
     if is_hash:
         words = f"origin {name}"
-    help = f"git -C {_word(repository.root)} fetch {words}"
+    help = f"git -C {_quote(repository.root)} fetch {words}"
     file = str(repository.root)
     finding = launch_finding("error", "unknown-commit", message, help, file=file)
     if is_hash or repository.is_shallow():
@@ -361,11 +362,11 @@ def counts(ahead: int | None, behind: int | None) -> str | None:
     return None if ahead is None else f"{ahead} commit(s) ahead, {behind} behind"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_FILES])
     more = len(names) - _MOST_FILES
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _word(path: Path) -> str:
+def _quote(path: Path) -> str:
     return shlex.quote(str(path))

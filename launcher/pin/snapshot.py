@@ -30,17 +30,17 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
     packages = {name: tree for name, tree in source.packages.items() if isinstance(tree, Folder)}
     if source.root is None:
         raise LookupError(f"there is no source of {backend} here to take a snapshot of")
-    return _take(backend, packages, locate.version_of(backend, packages))
+    return _take_facts(backend, packages, locate.version_of(backend, packages))
 
 
 def take_at(repository: Repository, commit: str) -> dict[str, Any]:
     """The facts of open-instruct at a commit, without a checkout of it; raises as `take`."""
     backend = "open_instruct"
     trees = {name: CommitTree(repository, commit, name) for name in BACKENDS[backend].PACKAGES}
-    return _take(backend, trees, commit)
+    return _take_facts(backend, trees, commit)
 
 
-def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str, Any]:
+def _take_facts(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str, Any]:
     module = BACKENDS[backend]
     foreign: dict[str, Folder] = {}
     versions: dict[str, str] = {}
@@ -110,18 +110,20 @@ def written(data: Mapping[str, object]) -> str:
     lines = []
     for key, value in data.items():
         if isinstance(value, dict):
-            below = [f"  {json.dumps(k)}: {_below(v)}" for k, v in value.items()]
+            below = [f"  {json.dumps(k)}: {_render_value(v)}" for k, v in value.items()]
             lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(below) + "\n }")
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _below(value: object) -> str:
+def _render_value(value: object) -> str:
     if isinstance(value, dict) and any(isinstance(v, dict | list) for v in value.values()):
-        inner = [f"   {json.dumps(k)}: {_below(v)}" for k, v in value.items()]
-        return "{\n" + ",\n".join(inner) + "\n  }"
-    if isinstance(value, list) and value and not isinstance(value[0], list):
-        inner = [f"   {json.dumps(v, ensure_ascii=False)}" for v in value]
-        return "[\n" + ",\n".join(inner) + "\n  ]" if len(value) > 4 else json.dumps(value)
-    return json.dumps(value, ensure_ascii=False)
+        rows = [f"   {json.dumps(name)}: {_render_value(inner)}" for name, inner in value.items()]
+        return "{\n" + ",\n".join(rows) + "\n  }"
+    if not isinstance(value, list) or not value or isinstance(value[0], list):
+        return json.dumps(value, ensure_ascii=False)
+    if len(value) <= 4:
+        return json.dumps(value)
+    rows = [f"   {json.dumps(entry, ensure_ascii=False)}" for entry in value]
+    return "[\n" + ",\n".join(rows) + "\n  ]"

@@ -490,22 +490,23 @@ def observe_behaviours(sources: Sources, key: str, script: str) -> dict[str, boo
     """What the source of an entry script shows of each behaviour; None if it shows neither form."""
     answers: dict[str, bool | None] = {}
     for behaviour in of_script(key):
-        answers[behaviour.name] = _shown(behaviour, sources, key, script)
+        answers[behaviour.name] = _read_signs(behaviour, sources, key, script)
     return answers
 
 
-def _shown(behaviour: Behaviour, sources: Sources, key: str, script: str) -> bool | None:
+def _read_signs(behaviour: Behaviour, sources: Sources, key: str, script: str) -> bool | None:
+    """Whether the source has a behaviour; None if it shows no sign of either form."""
     for sign in behaviour.signs:
         if sign.scripts and key not in sign.scripts:
             continue
         file, _, function = sign.symbol.replace("{script}", script).partition("::")
-        text = _text_of(sources, file, function)
+        text = _find_function_text(sources, file, function)
         if text is not None and sign.text in text:
             return sign.holds
     return None
 
 
-def _text_of(sources: Sources, file: str, function: str) -> str | None:
+def _find_function_text(sources: Sources, file: str, function: str) -> str | None:
     """The normalised text of a function or method; None where the source has none of that name."""
     from launcher.upstream.source import functions
 
@@ -530,11 +531,12 @@ def completed(
     complete = dict(answers)
     for behaviour in of_script(key):
         if complete.get(behaviour.name) is None:
-            complete[behaviour.name] = _by_history(behaviour, repository, commit)
+            complete[behaviour.name] = _ask_history(behaviour, repository, commit)
     return complete
 
 
-def _by_history(behaviour: Behaviour, repository: Repository, commit: str) -> bool | None:
+def _ask_history(behaviour: Behaviour, repository: Repository, commit: str) -> bool | None:
+    """Whether a commit stands between those that began and ended a behaviour; None if unknown."""
     if behaviour.since is None and behaviour.until is None:
         return None
     begun: bool | None = True

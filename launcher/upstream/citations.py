@@ -70,17 +70,17 @@ def parse(text: str) -> Citation:
     match = CITATION.match(text)
     if match is None:
         raise ValueError(f"not a citation: {text}")
-    return _citation(match)
+    return _parse_match(match)
 
 
 def citations(text: str) -> Iterator[str]:
     """Each citation that a text names, with its package."""
     for match in CITATION.finditer(text):
         if not match[1].startswith(_OWN_FOLDERS):
-            yield str(_citation(match))
+            yield str(_parse_match(match))
 
 
-def _citation(match: re.Match[str]) -> Citation:
+def _parse_match(match: re.Match[str]) -> Citation:
     label = match[1] if "/" in match[1] else f"open_instruct/{match[1]}"
     symbol = match[2] or ""
     anchor = match[3] or match[4] or ""
@@ -154,24 +154,24 @@ def rendered(text: str, line_of: Callable[[str], int | None] | None = None) -> s
     """
     if "::" not in text:
         return text
-    line_of = line_of or _committed_line
+    line_of = line_of or _find_committed_line
 
     def show(match: re.Match[str]) -> str:
         if match[1].startswith(_OWN_FOLDERS):
             return match[0]
-        line = line_of(str(_citation(match)))
+        line = line_of(str(_parse_match(match)))
         return match[1] if line is None else f"{match[1]}:{line}"
 
     return CITATION.sub(show, text)
 
 
-def _committed_line(citation: str) -> int | None:
-    place = _current().get(citation)
+def _find_committed_line(citation: str) -> int | None:
+    place = _read_current_table().get(citation)
     return None if place is None else place.line
 
 
 @cache
-def _current() -> Table:
+def _read_current_table() -> Table:
     """What is cited of the pin, and of the release of each package."""
     pin = f"open_instruct {committed().pin}"
     releases = committed().tables
@@ -245,18 +245,18 @@ class RuleStanding:
         """The release, of those where a rule was confirmed, most like this source; what differs."""
         first = next(iter(self.confirmed))
         nearest = first
-        fewest = self._differing(rule, first)
+        fewest = self._find_differing_citations(rule, first)
         for release in self.confirmed:
-            if fewest and release != first and _names(reviews_of(rule), release):
-                differing = self._differing(rule, release)
+            if fewest and release != first and _has_commit(reviews_of(rule), release):
+                differing = self._find_differing_citations(rule, release)
                 if len(differing) < len(fewest):
                     nearest = release
                     fewest = differing
         return nearest, fewest
 
-    def _differing(self, rule: Callable[..., object], release: str) -> list[str]:
+    def _find_differing_citations(self, rule: Callable[..., object], release: str) -> list[str]:
         places = self.confirmed[release]
-        return [citation for citation in of_rule(rule) if not self._same(citation, places)]
+        return [citation for citation in of_rule(rule) if not self._is_same(citation, places)]
 
     def line(self, citation: str) -> int | None:
         place = self.place(citation)
@@ -266,20 +266,20 @@ class RuleStanding:
         """A finding of a rule whose citations `changed`: a note until the rule is confirmed."""
         if not changed:
             return finding
-        names = ", ".join(self._name(citation) for citation in changed)
+        names = ", ".join(self._name_line(citation) for citation in changed)
         about = f"written for {self.written_for}: this source differs at {names}"
         message = f"{finding.message} ({about})"
         severity: Severity = _LESS[finding.severity] if self.by_line else "note"
         return replace(finding, severity=severity, message=message)
 
-    def _name(self, citation: str) -> str:
+    def _name_line(self, citation: str) -> str:
         label = citation.partition("::")[0].removeprefix("open_instruct/")
         for places in self.confirmed.values():
             if citation in places:
                 return f"{label}:{places[citation].line}"
         return label
 
-    def _same(self, citation: str, places: Table) -> bool:
+    def _is_same(self, citation: str, places: Table) -> bool:
         label = citation.partition("::")[0]
         if label in self.others or not any(citation in table for table in self.confirmed.values()):
             return True
@@ -292,7 +292,7 @@ class RuleStanding:
         return before[1:] == now[1:]
 
 
-def _names(short: Iterable[str], release: str) -> bool:
+def _has_commit(short: Iterable[str], release: str) -> bool:
     """Whether one of some commits, each of any length, is the commit of a release."""
     commit = release.rpartition(" ")[2]
     return any(commit.startswith(name) for name in short)
@@ -330,18 +330,18 @@ class SourceFile:
 
     def find(self, citation: Citation) -> int | None:
         """The line of a citation; None where there is none, or more than one that fits."""
-        symbol = self._symbol(citation.symbol)
+        symbol = self._find_symbol(citation.symbol)
         if symbol is None:
             return None
         if not citation.anchor:
-            return self._definition(symbol)
-        lines = self._lines_with(citation.anchor, symbol)
+            return self._find_definition(symbol)
+        lines = self._find_lines(citation.anchor, symbol)
         if not citation.nth and len(lines) > 1:
             return None
         index = max(citation.nth - 1, 0)
         return lines[index] if index < len(lines) else None
 
-    def _definition(self, symbol: str) -> int | None:
+    def _find_definition(self, symbol: str) -> int | None:
         """The line that defines a function or class: the first of that name."""
         for scope in self.scopes:
             if scope.name == symbol:
@@ -350,14 +350,14 @@ class SourceFile:
 
     def enclosing(self, line: int) -> str:
         """The text of what encloses a line, without docstrings and log calls; see `CitedPlace`."""
-        node = self._enclosing_node(line)
+        node = self._find_enclosing_node(line)
         if node is None:
             return ""
         if node not in self._texts:
-            self._texts[node] = _shown_text(node)
+            self._texts[node] = _render_node(node)
         return self._texts[node]
 
-    def _symbol(self, name: str) -> str | None:
+    def _find_symbol(self, name: str) -> str | None:
         """A symbol's name; if its class has another name, that of the only method called so."""
         names = {scope.name for scope in self.scopes}
         if not name or name in names:
@@ -366,15 +366,15 @@ class SourceFile:
         alike = [other for other in names if other.endswith(f".{method}")]
         return alike[0] if "." in name and len(alike) == 1 else None
 
-    def _lines_with(self, anchor: str, symbol: str) -> list[int]:
-        whole = _whole(anchor)
+    def _find_lines(self, anchor: str, symbol: str) -> list[int]:
+        whole = _compile_anchor(anchor)
         numbers = []
         for number, text in enumerate(self.lines, 1):
-            if self.around(number) == symbol and whole.search(_spaced(text)):
+            if self.around(number) == symbol and whole.search(_collapse_spaces(text)):
                 numbers.append(number)
         return numbers
 
-    def _enclosing_node(self, line: int) -> ast.stmt | None:
+    def _find_enclosing_node(self, line: int) -> ast.stmt | None:
         scope = self._innermost[line]
         if scope is not None and not isinstance(scope.node, ast.ClassDef):
             return scope.node
@@ -392,7 +392,7 @@ def parsed(raw: bytes) -> SourceFile | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     lines = raw.decode("utf-8", "replace").splitlines()
-    scopes = list(_scopes(tree, ""))
+    scopes = list(_list_scopes(tree, ""))
     innermost: list[_Scope | None] = [None] * (len(lines) + 2)
     # an inner scope comes after the one around it
     for scope in scopes:
@@ -403,33 +403,33 @@ def parsed(raw: bytes) -> SourceFile | None:
 
 def digest(text: str) -> str:
     """16 hexadecimal digits of a text; how its words are spaced does not count."""
-    return hashlib.sha256(_spaced(text).encode()).hexdigest()[:16]
+    return hashlib.sha256(_collapse_spaces(text).encode()).hexdigest()[:16]
 
 
-def _spaced(line: str) -> str:
+def _collapse_spaces(line: str) -> str:
     return " ".join(line.split())
 
 
 @cache
-def _whole(anchor: str) -> re.Pattern[str]:
+def _compile_anchor(anchor: str) -> re.Pattern[str]:
     """An anchor that begins and ends where words do: `model.save` is not in `model.save_whole`."""
     begin = r"(?<!\w)" if re.match(r"\w", anchor) else ""
     end = r"(?!\w)" if re.search(r"\w$", anchor) else ""
     return re.compile(begin + re.escape(anchor) + end)
 
 
-def _scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:
+def _list_scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{prefix}{child.name}"
             first = min(node.lineno for node in (child, *child.decorator_list))
             yield _Scope(name, first, child.end_lineno or child.lineno, child)
-            yield from _scopes(child, f"{name}.")
+            yield from _list_scopes(child, f"{name}.")
         else:
-            yield from _scopes(child, prefix)
+            yield from _list_scopes(child, prefix)
 
 
-def _shown_text(node: ast.stmt) -> str:
+def _render_node(node: ast.stmt) -> str:
     """Decorators, name and bases of a class; all of anything else."""
     if not isinstance(node, ast.ClassDef):
         return normalised(node)

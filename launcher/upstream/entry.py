@@ -147,8 +147,7 @@ class RehearsalRecipe:
     imports_others: bool = False
 
 
-def _output_dir(values: Values) -> Path | None:
-    """`output_dir` as it is given."""
+def _read_output_dir(values: Values) -> Path | None:
     folder = values["output_dir"]
     return Path(str(folder)) if folder else None
 
@@ -246,7 +245,7 @@ class Entry:
     epoch_checkpoints: bool = False
     ends_after: Mapping[str, str] = field(default_factory=dict)
     unjudged: str = ""
-    output: Callable[[Values], Path | None] = _output_dir
+    output: Callable[[Values], Path | None] = _read_output_dir
     final_model: str = ""
     packing: Packing
     sharding: Literal["deepspeed", "fsdp"] = "deepspeed"

@@ -103,7 +103,7 @@ class _SourceFacts:
         if entry.tables is not None:
             self.tables[stage] = tables.parameters_by_key(walked, *entry.tables)
         if entry.models is not None:
-            self.models[stage] = _models(sources, *entry.models, entry.own_shapes)
+            self.models[stage] = _read_models(sources, *entry.models, entry.own_shapes)
         if self._is_described(stage):
             kind = entry.behaves_as or stage
             self.behaviours[stage] = behaviour.observe_behaviours(walked, kind, script)
@@ -168,7 +168,7 @@ class _SourceFacts:
         return facts
 
 
-def _models(
+def _read_models(
     sources: Sources, named: tuple[str, str], library: tuple[str, str], own: tuple[str, str] | None
 ) -> dict[str, Any]:
     """The models that a script can build, by hub name, and the names of configs.
@@ -239,11 +239,13 @@ def _path_as_json(path: ScriptPath) -> dict[str, object]:
     reads = {}
     for name, places in path.reads.items():
         reads[name] = [[read.where, *read.when] for read in places]
-    return {
-        "reads": reads,
-        "shadows": {name: [shadow.where, *shadow.by] for name, shadow in path.shadows.items()},
-        "refusals": [{**asdict(refusal), "when": list(refusal.when)} for refusal in path.refusals],
-    }
+    shadows = {}
+    for name, shadow in path.shadows.items():
+        shadows[name] = [shadow.where, *shadow.by]
+    refusals = []
+    for refusal in path.refusals:
+        refusals.append({**asdict(refusal), "when": list(refusal.when)})
+    return {"reads": reads, "shadows": shadows, "refusals": refusals}
 
 
 def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
@@ -255,7 +257,8 @@ def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
         shadows[name] = Shadow(where, tuple(by))
     refusals = []
     for refusal in data.get("refusals", ()):
-        refusals.append(Refusal(**{**refusal, "when": tuple(refusal["when"])}))
+        when = tuple(refusal["when"])
+        refusals.append(Refusal(**{**refusal, "when": when}))
     return ScriptPath(reads=reads, shadows=shadows, refusals=tuple(refusals))
 
 
@@ -273,7 +276,7 @@ def cached(
     processes may write at once: the last one stays.
     """
     script = digest(trees, script_in(trees, backend.STAGES[stage])) or ""
-    name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
+    name = hashlib.sha256(f"{FORM} {_digest_reader()} {backend.NAME} {stage} {script}".encode())
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         kept: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
@@ -305,7 +308,7 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 
 
 @cache
-def _reader() -> str:
+def _digest_reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
     folder = PACKAGE / "upstream"
     files = [folder / f"{name}.py" for name in ("schema", "facts", "behaviour")]

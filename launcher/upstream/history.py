@@ -79,7 +79,7 @@ def changes_of_argument(
     later = tuple(find(repository, key, script, at, commit))
     if repository.is_shallow():
         return later + listed
-    before = _ancestors(repository, commit)
+    before = _list_ancestors(repository, commit)
     return later + tuple(event for event in listed if event.commit in before)
 
 
@@ -88,10 +88,10 @@ def events(script: str) -> tuple[ArgumentChange, ...]:
     """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
     backend = BACKENDS.get(package)
-    changes = _events(package, script)
+    changes = _read_events(package, script)
     if backend is not None and "transformers" in backend.PACKAGES:
         # TRL's configurations are built on transformers'
-        changes += _events("transformers", "transformers/training_args.py")
+        changes += _read_events("transformers", "transformers/training_args.py")
     return changes
 
 
@@ -127,7 +127,7 @@ def sentence(event: ArgumentChange) -> str:
 
 
 @cache
-def _table() -> Mapping[str, Any]:
+def _read_table() -> Mapping[str, Any]:
     raw = (SNAPSHOTS / "history.json").read_text(encoding="utf-8")
     data: dict[str, Any] = json.loads(raw)
     return data
@@ -135,15 +135,15 @@ def _table() -> Mapping[str, Any]:
 
 def table_commit(package: str) -> str:
     """The commit up to which the table holds every change of a package; "" for any other."""
-    return str(_table().get(package, {}).get("commit", ""))
+    return str(_read_table().get(package, {}).get("commit", ""))
 
 
-def _events(package: str, script: str) -> tuple[ArgumentChange, ...]:
+def _read_events(package: str, script: str) -> tuple[ArgumentChange, ...]:
     """The rows of the table about a script.
 
     Each has the scripts (their numbers), what, key, new name or names to see, owner, file, line.
     """
-    data = _table().get(package, {"scripts": [], "changes": []})
+    data = _read_table().get(package, {"scripts": [], "changes": []})
     if script not in data["scripts"]:
         return ()
     number = str(data["scripts"].index(script))
@@ -180,14 +180,14 @@ def find(
         if not parents and repository.is_shallow():
             # the oldest commit of a history that was cut off looks as if it added everything
             continue
-        definitions = list(_definitions(patch))
+        definitions = list(_parse_definitions(patch))
         own = [definition for definition in definitions if definition.key == key]
         if len({definition.sign for definition in own}) != 1:
             continue
         what: What = "added"
         to = None
         if own[0].sign == "-":
-            to = _new_name(own[0], definitions)
+            to = _find_new_name(own[0], definitions)
             what = "removed" if to is None else "renamed"
         pull = _PULL.search(subject)
         yield ArgumentChange(
@@ -214,7 +214,7 @@ class _Definition(NamedTuple):
     line: int
 
 
-def _new_name(gone: _Definition, definitions: Sequence[_Definition]) -> str | None:
+def _find_new_name(gone: _Definition, definitions: Sequence[_Definition]) -> str | None:
     """The argument of the same commit that took the place of one that is gone."""
     before = {definition.key for definition in definitions if definition.sign == "-"}
     added = set()
@@ -232,7 +232,7 @@ def _new_name(gone: _Definition, definitions: Sequence[_Definition]) -> str | No
     return max(alike, key=len, default=None)
 
 
-def _definitions(patch: str) -> Iterator[_Definition]:
+def _parse_definitions(patch: str) -> Iterator[_Definition]:
     file = ""
     owner = ""
     lines: dict[str, int] = {}
@@ -254,5 +254,5 @@ def _definitions(patch: str) -> Iterator[_Definition]:
 
 
 @lru_cache(maxsize=8)
-def _ancestors(repository: Repository, commit: str) -> frozenset[str]:
+def _list_ancestors(repository: Repository, commit: str) -> frozenset[str]:
     return frozenset((repository.ask("rev-list", commit, "--") or "").split())

@@ -102,7 +102,7 @@ class Upstream:
 def snapshot(backend: str) -> Mapping[str, Any]:
     """The committed facts of one backend at its pin; empty if none were taken yet."""
     pin = BACKENDS[backend].KNOWN[0]
-    return _read(pin.snapshot) or {
+    return _read_committed_facts(pin.snapshot) or {
         "version": pin.version,
         "stages": {},
         "files": {},
@@ -111,7 +111,7 @@ def snapshot(backend: str) -> Mapping[str, Any]:
 
 
 @cache
-def _read(name: str) -> Mapping[str, Any] | None:
+def _read_committed_facts(name: str) -> Mapping[str, Any] | None:
     """A file of committed facts; None where it was not taken yet."""
     path = SNAPSHOTS / name
     if not path.is_file():
@@ -125,15 +125,15 @@ def known_facts(backend: str, version: str) -> Mapping[str, Any]:
     pin = snapshot(backend)
     if version == pin["version"]:
         return pin
-    return _others(backend).get(version, pin)
+    return _read_other_facts(backend).get(version, pin)
 
 
-def _others(backend: str) -> dict[str, Mapping[str, Any]]:
+def _read_other_facts(backend: str) -> dict[str, Mapping[str, Any]]:
     """The committed facts of the known releases but the pin, by version."""
     pin = snapshot(backend)["version"]
     others = {}
     for release in BACKENDS[backend].KNOWN:
-        release_facts = None if release.version == pin else _read(release.snapshot)
+        release_facts = None if release.version == pin else _read_committed_facts(release.snapshot)
         if release_facts is not None:
             others[release.version] = release_facts
     return others
@@ -183,17 +183,17 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
         is_named = source != "found"
         if state_of(root) != "checkout":
             if is_named and source != "submodule":
-                raise NotReady(_no_checkout(root, source))
+                raise NotReady(_report_no_checkout(root, source))
             continue
         packages = packages_below("open_instruct", root)
-        located = _compare("open_instruct", root, packages, source, is_named=is_named)
+        located = _compare_with_releases("open_instruct", root, packages, source, is_named=is_named)
         if is_named or (located.pinned and located.version == located.pin):
             return located
         candidates.append(located)
     for located in candidates:
         if located.pinned:
             return located
-    return candidates[0] if candidates else _snapshot_only("open_instruct")
+    return candidates[0] if candidates else _use_snapshot("open_instruct")
 
 
 # the script for SFT, by its name and the one that is announced
@@ -212,7 +212,7 @@ def state_of(path: Path) -> State:
         return "other"
 
 
-def _no_checkout(root: Path, source: str) -> Finding:
+def _report_no_checkout(root: Path, source: str) -> Finding:
     message = f"{source} names an open-instruct checkout, but {root} {_STATES[state_of(root)]}"
     help = f"name a folder that holds open_instruct/finetune.py, or leave out {source}"
     if root == SUBMODULE:
@@ -220,7 +220,7 @@ def _no_checkout(root: Path, source: str) -> Finding:
     return launch_finding("error", "no-checkout", message, help, file=str(root))
 
 
-def _snapshot_only(backend: str) -> Upstream:
+def _use_snapshot(backend: str) -> Upstream:
     pin = str(snapshot(backend)["version"])
     return Upstream(
         backend=backend,
@@ -238,10 +238,10 @@ def _locate_packages(backend: str, search: Sequence[Path] | None) -> Upstream:
     for name in BACKENDS[backend].PACKAGES:
         path = find_package(name, search)
         if path is None:
-            return _snapshot_only(backend)
+            return _use_snapshot(backend)
         packages[name] = Folder(path)
     root = packages[BACKENDS[backend].PACKAGES[0]].path.parent
-    return _compare(backend, root, packages, "installed", is_named=True)
+    return _compare_with_releases(backend, root, packages, "installed", is_named=True)
 
 
 def packages_below(backend: str, root: Path) -> dict[str, Folder]:
@@ -255,21 +255,21 @@ def at_commit(repository: Repository, commit: str) -> Upstream:
     """
     names = BACKENDS["open_instruct"].PACKAGES
     trees = {name: CommitTree(repository, commit, name) for name in names}
-    source = _compare("open_instruct", repository.top(), trees, "git", is_named=True)
+    source = _compare_with_releases("open_instruct", repository.top(), trees, "git", is_named=True)
     return replace(source, version=commit)
 
 
-def _compare(
+def _compare_with_releases(
     backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, is_named: bool
 ) -> Upstream:
-    pin = _snapshot_only(backend)
+    pin = _use_snapshot(backend)
     located = replace(pin, root=root, source=source, is_named=is_named, packages=packages)
-    changed = _differing(packages, snapshot(backend))
+    changed = _find_differing_files(packages, snapshot(backend))
     if not changed:
         return located
-    others = _others(backend)
+    others = _read_other_facts(backend)
     for version, release_facts in others.items():
-        if not _differing(packages, release_facts):
+        if not _find_differing_files(packages, release_facts):
             return replace(located, version=version, release=version)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
     if folders:
@@ -278,12 +278,14 @@ def _compare(
         # a known release that was edited
         release = version.partition("+")[0]
         if release in others:
-            changed = _differing(packages, others[release])
+            changed = _find_differing_files(packages, others[release])
             return replace(located, changed=changed, release=release)
     return replace(located, changed=changed)
 
 
-def _differing(packages: Mapping[str, Tree], release_facts: Mapping[str, Any]) -> tuple[str, ...]:
+def _find_differing_files(
+    packages: Mapping[str, Tree], release_facts: Mapping[str, Any]
+) -> tuple[str, ...]:
     """The files that are not as committed facts have them."""
     files = release_facts["files"].items()
     return tuple(label for label, sha in files if facts.digest(packages, label) != sha)
@@ -335,7 +337,7 @@ def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Fin
     if not allowed:
         help += ", or continue with --allow-unpinned"
     files_changed = ", ".join(upstream.changed[:4])
-    others = " and ".join(map(short_version, _others(upstream.backend)))
+    others = " and ".join(map(short_version, _read_other_facts(upstream.backend)))
     expected = f"the pin is {upstream.pin}"
     if others:
         expected += f", {others} known beside it"
@@ -380,7 +382,7 @@ def load_schema(
     if not use_source and stage in release_facts["stages"]:
         release = str(release_facts["version"])
         schema = facts.schema_of(release_facts, backend, stage, "snapshot", release)
-        return replace(schema, standing=_standing(upstream, schema.script, release))
+        return replace(schema, standing=_find_standing(upstream, schema.script, release))
 
     def announce() -> None:
         if say is not None:
@@ -398,12 +400,12 @@ def load_schema(
     models = release_facts.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
     configs = schema.configs | frozenset(models.get("configs", ()))
-    behaviours = _behaviours(upstream, schema)
-    standing = _standing(upstream, schema.script)
+    behaviours = _complete_behaviours(upstream, schema)
+    standing = _find_standing(upstream, schema.script)
     return replace(schema, configs=configs, standing=standing, behaviours=behaviours)
 
 
-def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]:
+def _complete_behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]:
     """What this source does: as it shows, else as its history says, where it has one."""
     answers = schema.behaviours
     key = BACKENDS[schema.backend].STAGES[schema.key].behaves_as or schema.key
@@ -418,7 +420,7 @@ def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]
     return behaviour.completed(answers, key, Repository(upstream.root), commit)
 
 
-def _own_files(entry: Entry) -> set[str]:
+def _list_own_files(entry: Entry) -> set[str]:
     """The files of one script, and those that define its arguments; shared ones are a library's."""
     files = {entry.script}
     if not entry.behaves_as:
@@ -426,7 +428,7 @@ def _own_files(entry: Entry) -> set[str]:
     return files
 
 
-def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStanding | None:
+def _find_standing(upstream: Upstream, script: str, release: str = "") -> RuleStanding | None:
     """Whether the rules about a script hold in a source, or in a known `release`.
 
     None if they were written for just this one, and its lines are those that messages show.
@@ -440,9 +442,9 @@ def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStandin
     others: set[str] = set()
     running: set[str] = set()
     for entry in backend.STAGES.values():
-        others |= _own_files(entry)
+        others |= _list_own_files(entry)
         if not running and script in (entry.script, entry.renamed):
-            running = _own_files(entry)
+            running = _list_own_files(entry)
     confirmed: Mapping[str, citations.Table]
     place: Callable[[str], citations.CitedPlace | None]
     if backend.CHECKOUT:

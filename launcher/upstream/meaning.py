@@ -29,41 +29,45 @@ def meaning_of(source: Upstream, field: Field) -> str | None:
             match node:
                 case ast.AnnAssign(target=ast.Name(id=field.name), lineno=first, end_lineno=last):
                     if owner.name == field.owner or first <= int(line or 0) <= (last or 0):
-                        text = _help(node) or _below(owner, number) or _listed(owner, field.name)
+                        text = (
+                            _read_help(node)
+                            or _read_text_below(owner, number)
+                            or _read_docstring_entry(owner, field.name)
+                        )
                         return " ".join(text.split()) if text else None
     return None
 
 
-def _help(node: ast.AnnAssign) -> str | None:
+def _read_help(node: ast.AnnAssign) -> str | None:
     """`metadata={"help": ...}` of a `field(...)`."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Dict):
             for key, value in zip(inner.keys, inner.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value == "help":
-                    return _text(value)
+                    return _join_text(value)
     return None
 
 
-def _text(node: ast.AST) -> str | None:
+def _join_text(node: ast.AST) -> str | None:
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first = _text(left)
-            second = _text(right)
+            first = _join_text(left)
+            second = _join_text(right)
             return None if first is None or second is None else first + second
         case ast.Constant(value=str() as text):
             return text
     return None
 
 
-def _below(owner: ast.ClassDef, number: int) -> str | None:
+def _read_text_below(owner: ast.ClassDef, number: int) -> str | None:
     """A text that stands alone after the field."""
     match owner.body[number + 1 :]:
         case [ast.Expr(value=value), *_]:
-            return _text(value)
+            return _join_text(value)
     return None
 
 
-def _listed(owner: ast.ClassDef, name: str) -> str | None:
+def _read_docstring_entry(owner: ast.ClassDef, name: str) -> str | None:
     """The entry `name (type):` of the class's docstring."""
     text = inspect.cleandoc(ast.get_docstring(owner) or "")
     entry = re.search(rf"^( *){name} \(.*\):\n((?:\1 +.*\n?)+)", text, re.M)

@@ -24,7 +24,7 @@ KEPT: Mapping[str, str] = {
 }
 
 
-def _known() -> tuple[Release, ...]:
+def _list_releases() -> tuple[Release, ...]:
     releases = []
     for commit in dict.fromkeys((PIN, *KEPT)):
         date = KEPT.get(commit, "")
@@ -32,7 +32,7 @@ def _known() -> tuple[Release, ...]:
     return tuple(releases)
 
 
-KNOWN: tuple[Release, ...] = _known()
+KNOWN: tuple[Release, ...] = _list_releases()
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after 45901fd0 have as their type
 COMPUTED: Mapping[str, tuple[str, ...]] = {

@@ -72,7 +72,7 @@ class Field:
             return None if self.bare else "expected at least one value, got an empty list"
         if len(words) > 1 and not self.many:
             return f"takes one value, got {len(words)}"
-        return next(filter(None, map(self._word_refusal, words)), None)
+        return next(filter(None, map(self._refuse_word, words)), None)
 
     @property
     def bare(self) -> bool:
@@ -84,14 +84,14 @@ class Field:
     def typed(self, words: Sequence[str]) -> Any:
         if not words:
             return True
-        values = [self._convert(word) for word in words]
+        values = [self._convert_word(word) for word in words]
         return values if self.many else values[0]
 
-    def _word_refusal(self, word: str) -> str | None:
+    def _refuse_word(self, word: str) -> str | None:
         if self.kind == "bool" and word.lower() not in _TRUE | _FALSE:
             return f"expected true or false, got `{brief(word)}`"
         try:
-            value = self._convert(word)
+            value = self._convert_word(word)
         except (ValueError, OverflowError):
             if self.kind == "dict":
                 return "a mapping cannot be given as a flag, upstream refuses every value"
@@ -107,7 +107,7 @@ class Field:
             return None
         return f"`{brief(word)}` is not one of {', '.join(map(str, choices))}"
 
-    def _convert(self, word: str) -> Any:
+    def _convert_word(self, word: str) -> Any:
         if self.nullable and word.lower() in {"none", "null"}:
             return None
         match self.kind:

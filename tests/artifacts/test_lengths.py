@@ -21,7 +21,7 @@ def draw(count: int) -> list[int]:
 
 
 def count_lengths(pool: list[int]) -> Lengths:
-    return lengths._counted({length: pool.count(length) for length in set(pool)}, "", None)
+    return lengths._summarise_counts({length: pool.count(length) for length in set(pool)}, "", None)
 
 
 POOL = draw(4000)

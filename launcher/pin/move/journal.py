@@ -41,15 +41,18 @@ class Journal:
         part = self.folder.with_name(_PART)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        listed: list[dict[str, Any]] = []
-        for number, (name, raw) in enumerate(sorted(files.items())):
+        rows: list[dict[str, Any]] = []
+        for number, name in enumerate(sorted(files)):
+            raw = files[name]
+            before = _digest_file(self.clone / name)
             after = None
             if raw is not None:
                 write_bytes(part / str(number), raw, durable=True)
                 after = _digest(raw)
-            listed.append({"path": name, "before": _digest_of(self.clone / name), "after": after})
-        record = {"files": listed, "gitlink": dict(gitlink)}
-        write_bytes(part / "changes.json", json.dumps(record, indent=1).encode(), durable=True)
+            rows.append({"path": name, "before": before, "after": after})
+        record = {"files": rows, "gitlink": dict(gitlink)}
+        text = json.dumps(record, indent=1)
+        write_bytes(part / "changes.json", text.encode(), durable=True)
         os.rename(part, self.folder)
 
     def apply(self) -> None:
@@ -60,7 +63,7 @@ class Journal:
         record = json.loads((self.folder / "changes.json").read_bytes())
         findings = []
         for row in record["files"]:
-            if _digest_of(self.clone / row["path"]) not in {row["before"], row["after"]}:
+            if _digest_file(self.clone / row["path"]) not in {row["before"], row["after"]}:
                 message = "was changed after a move of the pin began that did not end"
                 help = "undo the change and repeat the command, or give that move up"
                 help = f"{help}: rm -r {self.folder}"
@@ -71,7 +74,7 @@ class Journal:
             raise NotReady(findings)
         # what can be refused comes first
         for path, commit in record["gitlink"].items():
-            self._record(
+            self._record_commit(
                 path, commit, begun=any(_is_new(self.clone, row) for row in record["files"])
             )
         for number, row in enumerate(record["files"]):
@@ -82,10 +85,10 @@ class Journal:
                 target.unlink()
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(target, (self.folder / str(number)).read_bytes())
+            _replace_file(target, (self.folder / str(number)).read_bytes())
         shutil.rmtree(self.folder)
 
-    def _record(self, path: str, commit: str, *, begun: bool) -> None:
+    def _record_commit(self, path: str, commit: str, *, begun: bool) -> None:
         """Write a submodule's commit into git's index; a refusal before it has `begun` ends it."""
         entry = f"{_GITLINK},{commit},{path}"
         words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
@@ -103,10 +106,10 @@ class Journal:
 
 def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
     after: str | None = row["after"]
-    return _digest_of(clone / row["path"]) == after
+    return _digest_file(clone / row["path"]) == after
 
 
-def _replace(target: Path, raw: bytes) -> None:
+def _replace_file(target: Path, raw: bytes) -> None:
     """Write a file whole. A kill leaves one file beside it, which the next run overwrites."""
     beside = target.with_name(f".{target.name}.{NAME}")
     with beside.open("wb") as stream:
@@ -118,7 +121,7 @@ def _replace(target: Path, raw: bytes) -> None:
     os.replace(beside, target)
 
 
-def _digest_of(path: Path) -> str | None:
+def _digest_file(path: Path) -> str | None:
     try:
         return _digest(path.read_bytes())
     except FileNotFoundError:

@@ -42,9 +42,9 @@ class Move:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return tuple(self._findings())
+        return tuple(self._list_findings())
 
-    def _findings(self) -> Iterator[Finding]:
+    def _list_findings(self) -> Iterator[Finding]:
         for line in self.review.stale:
             file, _, number = line.where.rpartition(":")
             message = f"{line.citation} is not in open-instruct at {self.new[:_SHORT]}"
@@ -101,7 +101,7 @@ def move(
     as it was.
     """
     clone = locate.REPOSITORY
-    git_folder = _git_folder(clone)
+    git_folder = _find_git_folder(clone)
     journal = Journal(clone, git_folder / NAME)
     with exclusive(
         git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")
@@ -124,7 +124,7 @@ def _move(
 ) -> Move:
     clone = journal.clone
     commits = pin.find_commits([name], checkout, environ)
-    trees = _trees(commits)
+    trees = _read_trees(commits)
     for leftover in journal.folder.parent.glob(f"{NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     place = Path(tempfile.mkdtemp(prefix=f"{NAME}-", dir=journal.folder.parent))
@@ -144,7 +144,7 @@ def _move(
     return Move(commits.old, commits.new, tuple(sorted(staged.files)), reviewed, staged.failed)
 
 
-def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
+def _read_trees(commits: pin.Commits) -> dict[str, SourceFiles]:
     """open-instruct's files at both commits and at each that confirms a rule; NotReady without."""
     repository = commits.repository
     names = [commits.old, commits.new, *cited.commits_of_rules()]
@@ -167,7 +167,7 @@ def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
     return trees
 
 
-def _git_folder(clone: Path) -> Path:
+def _find_git_folder(clone: Path) -> Path:
     """The folder of the clone's git data. Raises NotReady if launch has no clone."""
     repository = Repository(clone)
     top = repository.top()

@@ -107,25 +107,30 @@ def review(
     confirms a rule.
     """
     old, new = commits
-    confirmed = _confirmed(cited, trees)
+    confirmed = _read_confirmed_tables(cited, trees)
     standing = RuleStanding("", confirmed, trees[new].place)
     waiting: dict[tuple[str, str], list[tuple[Unconfirmed, str]]] = {}
     for rule in rules_of(PACKAGE):
         release, differing = standing.nearest(rule)
         commit = release.rpartition(" ")[2]
         for citation in differing:
-            key = (_function(citation, [trees[commit], trees[new]]), commit)
-            waiting.setdefault(key, []).append((_unconfirmed(rule, cited), citation))
+            function = _name_function(citation, [trees[commit], trees[new]])
+            waiting_for = waiting.setdefault((function, commit), [])
+            waiting_for.append((_describe_rule(rule, cited), citation))
     changed = []
     for (name, commit), pairs in sorted(waiting.items()):
-        changed.append(_changed(name, pairs, trees[commit], trees[new]))
+        changed.append(_describe_change(name, pairs, trees[commit], trees[new]))
     names = sorted({citing.citation for citing in cited})
     tables = [citations.table(trees[commit].trees, names) for commit in (new, *later)]
-    lost = [_stale(citing, trees[old], trees[new]) for citing in stale(cited, tables, new)]
+    lost = []
+    for citing in stale(cited, tables, new):
+        lost.append(_describe_stale(citing, trees[old], trees[new]))
     return Review(old, new, tuple(changed), tuple(lost))
 
 
-def _confirmed(cited: Sequence[Citing], trees: Mapping[str, SourceFiles]) -> dict[str, Table]:
+def _read_confirmed_tables(
+    cited: Sequence[Citing], trees: Mapping[str, SourceFiles]
+) -> dict[str, Table]:
     names = [citing.citation for citing in cited]
     tables: dict[str, Table] = {}
     for name in commits_of_rules():
@@ -134,7 +139,7 @@ def _confirmed(cited: Sequence[Citing], trees: Mapping[str, SourceFiles]) -> dic
     return tables
 
 
-def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconfirmed:
+def _describe_rule(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconfirmed:
     about = getattr(rule, "about", None)
     if about is None:
         code = rule.__code__
@@ -148,7 +153,7 @@ def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconf
     return Unconfirmed(about, where)
 
 
-def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
+def _name_function(citation: str, sources: Sequence[SourceFiles]) -> str:
     """What encloses a cited line, as the list heads it: the function, else the citation itself."""
     named = citations.parse(citation)
     for source in sources:
@@ -159,21 +164,29 @@ def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
     return citation
 
 
-def _changed(
+def _describe_change(
     name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles
 ) -> Changed:
     names = sorted({citation for _, citation in pairs})
-    lines = [(citation, _line(old, citation), _line(new, citation)) for citation in names]
     rules = sorted({rule for rule, _ in pairs})
-    return Changed(name, tuple(rules), tuple(lines), _text(old, names), _text(new, names))
+    lines = []
+    for citation in names:
+        lines.append((citation, _find_line(old, citation), _find_line(new, citation)))
+    return Changed(
+        name,
+        tuple(rules),
+        tuple(lines),
+        _read_enclosing_text(old, names),
+        _read_enclosing_text(new, names),
+    )
 
 
-def _line(source: SourceFiles, citation: str) -> int | None:
+def _find_line(source: SourceFiles, citation: str) -> int | None:
     place = source.place(citation)
     return None if place is None else place.line
 
 
-def _text(source: SourceFiles, names: Sequence[str]) -> str:
+def _read_enclosing_text(source: SourceFiles, names: Sequence[str]) -> str:
     """What encloses the first of some citations of one function that is there.
 
     If none is, the function by its name.
@@ -191,21 +204,21 @@ def _text(source: SourceFiles, names: Sequence[str]) -> str:
     return ""
 
 
-def _stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale:
+def _describe_stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale:
     named = citations.parse(citing.citation)
     before = old.find(named)
     if before is None:
         return Stale(citing.where, citing.citation, "", None)
     file, line = before
     after = new.file(named.label)
-    nearest = None if after is None else _nearest(file.lines, after.lines, line)
+    nearest = None if after is None else _find_nearest_line(file.lines, after.lines, line)
     now = None
     if after is not None and nearest is not None:
         now = f"{named.label}:{nearest}: {after.lines[nearest - 1].strip()}"
     return Stale(citing.where, citing.citation, file.lines[line - 1].strip(), now)
 
 
-def _nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
+def _find_nearest_line(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
     """The line most like a line, of those that replaced the text around it."""
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, first, last, begin, end in matcher.get_opcodes():
@@ -213,6 +226,9 @@ def _nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
             continue
         if tag == "equal":
             return begin + line - first
-        alike = difflib.get_close_matches(old[line - 1], new[begin:end], n=1, cutoff=0.5)
-        return begin + 1 + new[begin:end].index(alike[0]) if alike else None
+        replaced_by = new[begin:end]
+        alike = difflib.get_close_matches(old[line - 1], replaced_by, n=1, cutoff=0.5)
+        if not alike:
+            return None
+        return begin + 1 + replaced_by.index(alike[0])
     return None

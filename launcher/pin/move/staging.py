@@ -68,13 +68,13 @@ def stage(
     NotReady where something here is lacking.
     """
     copy, checkout = place / "launch", place / "open-instruct"
-    names = list(_tracked(clone))
+    names = list(_list_tracked(clone))
     for name in names:
         target = copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(clone / name, target, follow_symlinks=False)
     say(f"Reading open-instruct at {commit[:12]}")
-    _export(repository, commit, checkout)
+    _export_commit(repository, commit, checkout)
     old = _set_pin(copy, commit)
     steps = _Steps(copy, checkout)
     # each step reads what the ones before it wrote
@@ -87,10 +87,10 @@ def stage(
     steps.run("scripts/reference.py")
     say("Asking its own parsers about generated sets, planning the shipped files (some minutes)")
     failed = steps.write_golden()
-    return Staged(_changes(copy, clone, names), failed)
+    return Staged(_find_changes(copy, clone, names), failed)
 
 
-def _tracked(clone: Path) -> Iterator[str]:
+def _list_tracked(clone: Path) -> Iterator[str]:
     """The files of a clone that git tracks or would, as they lie there now."""
     command = [
         "git",
@@ -110,7 +110,7 @@ def _tracked(clone: Path) -> Iterator[str]:
             yield name
 
 
-def _export(repository: Repository, commit: str, target: Path) -> None:
+def _export_commit(repository: Repository, commit: str, target: Path) -> None:
     """What launch and its tests read of a commit, without a history, as git stored it."""
     there = (repository.ask("ls-tree", "--name-only", commit) or "").splitlines()
     parts = [name for name in _READ if name in there]
@@ -142,7 +142,7 @@ def _set_pin(copy: Path, commit: str) -> str:
     return before[1]
 
 
-def _files_below(copy: Path, names: Sequence[str]) -> Iterator[str]:
+def _list_files(copy: Path, names: Sequence[str]) -> Iterator[str]:
     """What was copied, and what the steps wrote beside it."""
     yield from names
     for folder in ("docs", "tests/data", "launcher/upstream/snapshots"):
@@ -152,10 +152,10 @@ def _files_below(copy: Path, names: Sequence[str]) -> Iterator[str]:
                 yield name
 
 
-def _changes(copy: Path, clone: Path, names: Sequence[str]) -> dict[str, bytes | None]:
+def _find_changes(copy: Path, clone: Path, names: Sequence[str]) -> dict[str, bytes | None]:
     """The new text of each file that is not as it was; None where it is gone."""
     changes: dict[str, bytes | None] = {}
-    for name in _files_below(copy, names):
+    for name in _list_files(copy, names):
         path = copy / name
         if path.is_symlink():
             continue
@@ -176,7 +176,7 @@ class _Steps:
 
     def run(self, *words: str, also: int = 0) -> None:
         """Raises InvalidConfig with the last lines if the exit code is neither 0 nor `also`."""
-        done = self._python(words, {})
+        done = self._run_python(words, {})
         if done.returncode not in {0, also}:
             last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])
             message = f"{words[0]} cannot follow to this commit: {last}"
@@ -186,7 +186,7 @@ class _Steps:
     def write_golden(self) -> tuple[str, ...]:
         """Let the tests of `GOLDEN` write; returns those that fail all the same."""
         words = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-rfE", *GOLDEN]
-        done = self._python(
+        done = self._run_python(
             words, {"LAUNCH_GOLDEN": "write", "LAUNCH_OPEN_INSTRUCT": str(self.checkout)}
         )
         if done.returncode not in {0, 1}:
@@ -201,7 +201,7 @@ class _Steps:
         )
         return tuple(line.partition(" - ")[0] for line in lines)
 
-    def _python(
+    def _run_python(
         self, words: Sequence[str], more: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
         environ = {

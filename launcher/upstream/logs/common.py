@@ -32,13 +32,13 @@ def pattern(
     """A `Pattern` from readable text; its needle is by default the longest text in every match."""
     return Pattern(
         name=name,
-        needle=(_longest_literal(regex) if needle is None else needle).encode(),
+        needle=(_find_longest_literal(regex) if needle is None else needle).encode(),
         regex=re.compile(regex.encode()),
         always=tuple(re.compile(pattern.encode()) for pattern in always),
     )
 
 
-def _longest_literal(regex: str) -> str:
+def _find_longest_literal(regex: str) -> str:
     runs = [""]
     for operation, value in _parser.parse(regex):
         runs += [runs.pop() + chr(value)] if operation is _constants.LITERAL else [""]

@@ -18,7 +18,7 @@ def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
         yield "wandb_entity", "none", why
 
 
-def _output(values: Values) -> Path:
+def _name_output(values: Values) -> Path:
     """The name and the seed below `output_dir`
     (utils.py::setup_experiment_paths[args.exp_name = f],
     utils.py::setup_experiment_paths[args.output_dir = os.path.join]).
@@ -73,7 +73,7 @@ SCRIPT = replace(
     # reference
     ends_after={**CACHES_DATA, "cache_logprobs_only": "reference pass"},
     unjudged="step[1-9]*",
-    output=_output,
+    output=_name_output,
     final_model="hf_model",  # dpo.py::_handle_post_training[hf_model_path = os.path.join]
     # dpo.py::main[train_module.reference_cache] computes a reference for simpo too
     without_reference=(),

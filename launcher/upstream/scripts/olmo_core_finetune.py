@@ -30,7 +30,7 @@ _PARTS = ("token_ids_part_*.npy", "labels_mask_part_*.npy", "token_ids_part_*.cs
 _PART = re.compile(r"_part_(\d+)\.")
 
 
-def _numpy_folder(entry: Path, values: Values) -> Path:
+def _name_numpy_folder(entry: Path, values: Values) -> Path:
     """Where the script looks for tokens, by the set that they were made of
     (olmo_core_finetune.py::main[numpy_dir = os.path.join]).
     """
@@ -62,7 +62,7 @@ def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
         )
 
 
-def _export(values: Values) -> Mapping[str, Any] | None:
+def _describe_export(values: Values) -> Mapping[str, Any] | None:
     """What the weights are written with; None where no config of transformers' is named."""
     name = str(values["model_name_or_path"])
     # olmo_core_utils.py::is_hf_checkpoint
@@ -117,10 +117,10 @@ SCRIPT = Entry(
         arguments={"cache_dataset_only": True},
         # dataset_transformation.py::[TOKENIZED_SFT_DATASET_KEYS_WITH_SOURCE]
         columns=("input_ids", "attention_mask", "labels", "dataset_source"),
-        place=_numpy_folder,
+        place=_name_numpy_folder,
         is_complete=_is_complete,
     ),
-    export=ExportPhase(function="export_olmo_core", settings=_export),
+    export=ExportPhase(function="export_olmo_core", settings=_describe_export),
     unjudged="step[1-9]*",
     final_model="hf_model",
     packing="always",

@@ -19,7 +19,7 @@ Say = Callable[[ast.expr], str | None]
 """An expression of upstream's as a text over argument names; None if it is none."""
 
 
-def _is(left: Any, right: Any) -> bool:
+def _is_same(left: Any, right: Any) -> bool:
     # the members of an enum are texts here
     return left is right or (isinstance(left, str) and left == right)
 
@@ -31,8 +31,8 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.Is: _is,
-    ast.IsNot: lambda left, right: not _is(left, right),
+    ast.Is: _is_same,
+    ast.IsNot: lambda left, right: not _is_same(left, right),
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
@@ -58,7 +58,8 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return implied(operand, not truth, say)
         case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
-            return frozenset().union(*(implied(part, truth, say) for part in parts))
+            sides = [implied(part, truth, say) for part in parts]
+            return frozenset().union(*sides)
     text = say(test)
     if text is None:
         return frozenset({PERHAPS})
@@ -72,11 +73,13 @@ def negated(text: str) -> str:
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             node = operand
-        case ast.Compare(left=left, ops=[op], comparators=comparators):
-            node = ast.Compare(left, [_OPPOSITE[type(op)]()], comparators)
+        case ast.Compare(left=left, ops=[comparison], comparators=comparators):
+            opposite = _OPPOSITE[type(comparison)]()
+            node = ast.Compare(left, [opposite], comparators)
         case ast.BoolOp(op=op, values=parts):
-            opposite = ast.Or() if isinstance(op, ast.And) else ast.And()
-            node = ast.BoolOp(opposite, [parsed(negated(ast.unparse(part))) for part in parts])
+            texts = map(negated, map(ast.unparse, parts))
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            node = ast.BoolOp(other, [parsed(text) for text in texts])
         case _:
             node = ast.UnaryOp(ast.Not(), node)
     return ast.unparse(node)
@@ -90,11 +93,11 @@ def impossible(conditions: frozenset[str]) -> bool:
 def simplified(conditions: Iterable[str]) -> frozenset[str]:
     """The conditions without those alternatives that another one has decided already."""
     texts = frozenset(conditions)
-    return frozenset(text for text in texts if _parts(text).isdisjoint(texts))
+    return frozenset(text for text in texts if _split_alternatives(text).isdisjoint(texts))
 
 
 @cache
-def _parts(text: str) -> frozenset[str]:
+def _split_alternatives(text: str) -> frozenset[str]:
     """The alternatives of an `or`; nothing for any other condition."""
     match parsed(text):
         case ast.BoolOp(op=ast.Or(), values=parts):
@@ -124,27 +127,27 @@ def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
 
     One part of an `and` or `or` may decide, whatever the others are.
     """
-    return _truth(parsed(text), values, unknown)
+    return _evaluate_truth(parsed(text), values, unknown)
 
 
-def _truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool | None:
+def _evaluate_truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool | None:
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            truth = _truth(operand, values, unknown)
+            truth = _evaluate_truth(operand, values, unknown)
             return None if truth is None else not truth
         case ast.BoolOp(op=op, values=parts):
             is_and = isinstance(op, ast.And)
-            truths = [_truth(part, values, unknown) for part in parts]
+            truths = [_evaluate_truth(part, values, unknown) for part in parts]
             if (not is_and) in truths:
                 return not is_and
             return None if None in truths else is_and
     try:
-        return bool(_value(node, values, unknown))
+        return bool(_evaluate(node, values, unknown))
     except (_Unknown, ArithmeticError, LookupError, TypeError, ValueError):
         return None
 
 
-def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
+def _evaluate(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
     """The value of an expression, as Python would compute it; raises _Unknown if it cannot be."""
     match node:
         case ast.Constant(value=value):
@@ -154,20 +157,20 @@ def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
                 raise _Unknown
             return values[name]
         case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
-            return [_value(item, values, unknown) for item in items]
+            return [_evaluate(item, values, unknown) for item in items]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _value(operand, values, unknown)
+            return not _evaluate(operand, values, unknown)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, values, unknown)
+            return -_evaluate(operand, values, unknown)
         case ast.BoolOp(op=op, values=parts):
             for part in parts:
                 # `and` gives its first false part, `or` its first true one, both else the last
-                value = _value(part, values, unknown)
+                value = _evaluate(part, values, unknown)
                 if bool(value) is isinstance(op, ast.Or):
                     break
             return value
         case ast.Compare(left=left, ops=ops, comparators=rest):
-            sides = [_value(part, values, unknown) for part in (left, *rest)]
+            sides = [_evaluate(part, values, unknown) for part in (left, *rest)]
             if any(isinstance(side, float) and math.isnan(side) for side in sides):
                 # its comparisons and their opposites are both false
                 raise _Unknown

@@ -59,15 +59,17 @@ class _ClassReader:
     externals: Mapping[str, Sequence[Any]]
 
     def fields(self, node: ast.ClassDef) -> Iterator[Field]:
-        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        decorators = map(ast.unparse, node.decorator_list)
+        if not any("dataclass" in decorator for decorator in decorators):
             return
         for statement in node.body:
             match statement:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
-                    if not name.startswith("_") and "ClassVar" not in ast.unparse(annotation):
-                        yield from self._field(node.name, name, statement)
+                    is_class_variable = "ClassVar" in ast.unparse(annotation)
+                    if not is_class_variable and not name.startswith("_"):
+                        yield from self._read_field(node.name, name, statement)
 
-    def _field(self, owner: str, name: str, statement: ast.AnnAssign) -> Iterator[Field]:
+    def _read_field(self, owner: str, name: str, statement: ast.AnnAssign) -> Iterator[Field]:
         expression = statement.value
         keywords: dict[str | None, ast.expr] = {}
         if isinstance(expression, ast.Call) and ast.unparse(expression.func).endswith("field"):
@@ -78,14 +80,14 @@ class _ClassReader:
                 return
         default = self.sources.evaluate(self.module, expression)
         default_text = None
-        resolved = self._annotation(statement.annotation)
+        resolved = self._resolve_annotation(statement.annotation)
         if resolved.many and "default_factory" not in keywords:
             # the parser drops the default of a list that is no factory's (hf_argparser)
             default = None
         elif default is UNKNOWN:
             default = None
             default_text = ast.unparse(expression) if expression else None
-        extra = self._metadata(keywords.get("metadata"))
+        extra = self._read_metadata(keywords.get("metadata"))
         # the parser takes a bool without a default for false, or for nothing
         optional = resolved.kind == "bool" and not resolved.many
         yield Field(
@@ -103,7 +105,7 @@ class _ClassReader:
             external=resolved.external,
         )
 
-    def _metadata(self, node: ast.expr | None) -> dict[str, Any]:
+    def _read_metadata(self, node: ast.expr | None) -> dict[str, Any]:
         """What of a field's metadata can be read; argparse gets it as it is."""
         metadata: dict[str, Any] = {}
         if not isinstance(node, ast.Dict):
@@ -116,24 +118,31 @@ class _ClassReader:
                 metadata[str(key.value)] = value
         return metadata
 
-    def _annotation(self, node: ast.expr) -> _Resolved:
+    def _resolve_annotation(self, node: ast.expr) -> _Resolved:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = ast.parse(node.value, mode="eval").body
-        members = self._members(node)
-        return self._single(node if len(members) == 1 else self._pick(members))
+        members = self._split_union(node)
+        return self._resolve_single(node if len(members) == 1 else self._pick_member(members))
 
-    def _members(self, node: ast.expr) -> list[ast.expr]:
+    def _split_union(self, node: ast.expr) -> list[ast.expr]:
         """The members of a union, in order, however it is spelt."""
         match node:
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self._members(left) + self._members(right)
-            case ast.Subscript(value=outer, slice=inner) if mark(outer) == "Optional":
-                return [*self._members(inner), ast.Constant(None)]
-            case ast.Subscript(value=outer, slice=ast.Tuple(elts=items)) if mark(outer) == "Union":
-                return [member for item in items for member in self._members(item)]
-        return [node]
+                return self._split_union(left) + self._split_union(right)
+            case ast.Subscript(value=outer, slice=inner):
+                union = mark(outer)
+            case _:
+                return [node]
+        if union == "Optional":
+            return [*self._split_union(inner), ast.Constant(None)]
+        if union != "Union" or not isinstance(inner, ast.Tuple):
+            return [node]
+        members: list[ast.expr] = []
+        for item in inner.elts:
+            members += self._split_union(item)
+        return members
 
-    def _pick(self, members: list[ast.expr]) -> ast.expr:
+    def _pick_member(self, members: list[ast.expr]) -> ast.expr:
         """The one member that the parser keeps (hf_argparser: the two "filter" branches)."""
         names = [ast.unparse(member) for member in members]
         if "None" not in names:
@@ -142,9 +151,9 @@ class _ClassReader:
             return members[1] if names[0] == "None" else members[0]
         return members[0] if names[1] == "None" else members[1]
 
-    def _single(self, node: ast.expr) -> _Resolved:
+    def _resolve_single(self, node: ast.expr) -> _Resolved:
         if isinstance(node, ast.Subscript):
-            return self._subscript(node)
+            return self._resolve_subscript(node)
         match mark(node):
             case "int" | "float" | "str" | "bool" as kind:
                 return _Resolved(kind)
@@ -154,9 +163,9 @@ class _ClassReader:
                 return _Resolved("str", many=True)
             case "Path" | "PathLike" | "Any":
                 return _Resolved("str")
-        return self._named(ast.unparse(node))
+        return self._resolve_name(ast.unparse(node))
 
-    def _subscript(self, node: ast.Subscript) -> _Resolved:
+    def _resolve_subscript(self, node: ast.Subscript) -> _Resolved:
         match mark(node.value):
             case "Literal":
                 items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -164,12 +173,12 @@ class _ClassReader:
                 return _Resolved("choice", choices=tuple(choices))
             case "list" | "List":
                 # argparse calls the item's type on each word; calling an enum checks its values
-                return replace(self._single(node.slice), many=True)
+                return replace(self._resolve_single(node.slice), many=True)
             case "dict" | "Dict":
                 return _Resolved("dict")
         return _Resolved("opaque")
 
-    def _named(self, name: str) -> _Resolved:
+    def _resolve_name(self, name: str) -> _Resolved:
         external = self.sources.external(self.module, name)
         key = self.sources.resolve_class(self.module, ast.Name(name))
         if key is None:

@@ -29,13 +29,13 @@ class _Strip(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | None:
         super().generic_visit(node)
         acts = any(isinstance(part, _ACTS) for part in ast.walk(node.test))
-        return _filled(node) if node.body or node.orelse or acts else None
+        return _fill_block(node) if node.body or node.orelse or acts else None
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        return _filled(super().generic_visit(node))
+        return _fill_block(super().generic_visit(node))
 
 
-def _filled(node: ast.AST) -> ast.AST:
+def _fill_block(node: ast.AST) -> ast.AST:
     """A block that lost every statement gets a `pass`, without which it would be no Python."""
     if not isinstance(node, ast.mod | ast.Match) and getattr(node, "body", None) == []:
         node.body = [ast.Pass()]  # type: ignore[attr-defined]

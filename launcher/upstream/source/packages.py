@@ -71,7 +71,7 @@ class Module:
         """Enter the names that a statement binds; of several bindings the last counts."""
         match node:
             case ast.ImportFrom(names=aliases):
-                origin = self._origin(node)
+                origin = self._resolve_origin(node)
                 for alias in aliases:
                     name = alias.asname or alias.name
                     self._forget(name)
@@ -98,7 +98,7 @@ class Module:
         for bound in (self.imports, self.modules, self.classes, self.functions, self.constants):
             bound.pop(name, None)
 
-    def _origin(self, node: ast.ImportFrom) -> str:
+    def _resolve_origin(self, node: ast.ImportFrom) -> str:
         """The absolute name of the module that a statement imports from."""
         if not node.level:
             return node.module or ""
@@ -130,7 +130,7 @@ class Sources:
         Raises SyntaxError for a file that Python cannot parse.
         """
         if name not in self._modules:
-            self._modules[name] = self._read(name)
+            self._modules[name] = self._read_module(name)
         return self._modules[name]
 
     def module_at(self, file: str) -> Module | None:
@@ -193,10 +193,14 @@ class Sources:
         def build(module: Module, node: ast.ClassDef) -> type:
             # Python's own method resolution order, on empty stand-ins for upstream's classes
             if node not in stand_ins:
-                bases = [self.resolve_class(module, base) for base in node.bases]
-                built = tuple(build(*base) for base in bases if base is not None)
-                stand_ins[node] = type(node.name, built, {})
-                keys[stand_ins[node]] = (module, node)
+                bases: list[type] = []
+                for base in node.bases:
+                    key = self.resolve_class(module, base)
+                    if key is not None:
+                        bases.append(build(*key))
+                stand_in = type(node.name, tuple(bases), {})
+                stand_ins[node] = stand_in
+                keys[stand_in] = (module, node)
             return stand_ins[node]
 
         order = build(module, node).__mro__
@@ -215,46 +219,51 @@ class Sources:
         Executes nothing.
         """
         try:
-            return self._value(module, node)
+            return self._evaluate(module, node)
         except (_Unknowable, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             return UNKNOWN
 
-    def _value(self, module: Module, node: ast.expr | None) -> Any:
+    def _evaluate(self, module: Module, node: ast.expr | None) -> Any:
         match node:
             case ast.Constant(value=value):
                 return value
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
-                return [self._value(module, item) for item in items]
+                return [self._evaluate(module, item) for item in items]
             case ast.Dict(keys=keys, values=values):
                 mapping = {}
                 for key, value in zip(keys, values, strict=True):
                     if key is not None:
-                        mapping[self._value(module, key)] = self._value(module, value)
+                        mapping[self._evaluate(module, key)] = self._evaluate(module, value)
                 return mapping
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._value(module, operand)
+                return -self._evaluate(module, operand)
             case ast.Name(id="__file__"):
                 return module.label
             case ast.Name(id=name):
-                origin = self.resolve(module, name)
-                if origin is not None and origin[1] in origin[0].constants:
-                    return self._value(origin[0], origin[0].constants[origin[1]])
-                return {"list": list, "dict": dict}[name]()
+                return self._evaluate_name(module, name)
             case ast.Attribute(value=ast.Name() as owner, attr=name):
                 enum = self.resolve_class(module, owner)
                 members = None if enum is None else enum_members(self, *enum)
                 return (members or {})[name]
             case ast.Lambda(body=body):
-                return self._value(module, body)
+                return self._evaluate(module, body)
             case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                start = None if lower is None else self._value(module, lower)
-                end = None if upper is None else self._value(module, upper)
-                return self._value(module, value)[start:end]
+                start = None if lower is None else self._evaluate(module, lower)
+                end = None if upper is None else self._evaluate(module, upper)
+                return self._evaluate(module, value)[start:end]
             case ast.Call(func=function, args=[argument], keywords=[]):
-                return self._called(ast.unparse(function), self._value(module, argument))
+                return self._evaluate_call(ast.unparse(function), self._evaluate(module, argument))
         raise _Unknowable
 
-    def _called(self, function: str, value: Any) -> Any:
+    def _evaluate_name(self, module: Module, name: str) -> Any:
+        origin = self.resolve(module, name)
+        if origin is not None:
+            owner, original = origin
+            if original in owner.constants:
+                return self._evaluate(owner, owner.constants[original])
+        return {"list": list, "dict": dict}[name]()
+
+    def _evaluate_call(self, function: str, value: Any) -> Any:
         match function:
             case "frozenset":
                 return value
@@ -264,7 +273,7 @@ class Sources:
                 return Path(value).name
         raise _Unknowable
 
-    def _read(self, name: str) -> Module | None:
+    def _read_module(self, name: str) -> Module | None:
         top, _, below = name.partition(".")
         root = self.roots.get(top)
         if root is None:
@@ -284,21 +293,21 @@ class Sources:
     def _parse(self, name: str, label: str, raw: bytes) -> Module:
         self.digests[label] = hashlib.sha256(raw).hexdigest()
         module = Module(name, label, ast.parse(raw))
-        for node in _top_level(module.tree.body):
+        for node in _list_top_statements(module.tree.body):
             module.bind(node)
         return module
 
 
-def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _list_top_statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run on import, also under `if` and `try` (lazy packages import there)."""
     for node in body:
         yield node
         if isinstance(node, ast.If):
-            yield from _top_level([*node.body, *node.orelse])
+            yield from _list_top_statements([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
             for handler in node.handlers:
-                yield from _top_level(handler.body)
-            yield from _top_level([*node.orelse, *node.finalbody, *node.body])
+                yield from _list_top_statements(handler.body)
+            yield from _list_top_statements([*node.orelse, *node.finalbody, *node.body])
 
 
 class _Unknowable(Exception):

@@ -69,13 +69,13 @@ class _Search:
         while self.waiting:
             while self.waiting:
                 module, node = self.waiting.pop()
-                self._look(module, node)
+                self._follow_names(module, node)
             for module, owner in list(self.classes):
                 self._add_methods(module, owner)
 
     def add_around(self, module: Module, line: int) -> None:
         """The function of a line that the walk went through; one inside another counts as that."""
-        for name, node in _definitions(module):
+        for name, node in _list_definitions(module):
             if node.lineno <= line <= (node.end_lineno or 0):
                 self._add(module, name, node)
 
@@ -92,7 +92,7 @@ class _Search:
             if not isinstance(statement, FUNCTIONS):
                 self.waiting.append((module, statement))
 
-    def _look(self, module: Module, node: ast.AST) -> None:
+    def _follow_names(self, module: Module, node: ast.AST) -> None:
         imported = Module(module.name, module.label, module.tree)
         for inner in ast.walk(node):
             match inner:
@@ -134,19 +134,19 @@ class _Search:
     def _add_methods(self, module: Module, owner: ast.ClassDef) -> None:
         # a base that is not here calls what it likes, as Python does what has underscores around it
         outside = any(self.sources.resolve_class(module, base) is None for base in owner.bases)
-        for name, node in _methods(owner):
+        for name, node in _list_methods(owner):
             if outside or node.name in self.attributes or node.name.startswith("__"):
                 self._add(module, name, node)
 
 
-def _definitions(module: Module) -> Iterator[tuple[str, _Node]]:
+def _list_definitions(module: Module) -> Iterator[tuple[str, _Node]]:
     """The functions and methods of a module, by their qualified names."""
     yield from module.functions.items()
     for owner in module.classes.values():
-        yield from _methods(owner)
+        yield from _list_methods(owner)
 
 
-def _methods(owner: ast.ClassDef) -> Iterator[tuple[str, _Node]]:
+def _list_methods(owner: ast.ClassDef) -> Iterator[tuple[str, _Node]]:
     for statement in owner.body:
         if isinstance(statement, FUNCTIONS):
             yield f"{owner.name}.{statement.name}", statement

@@ -32,7 +32,7 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
 
     Raises LookupError if there is no such script, or it hands its parser something else.
     """
-    module = _script(sources, script)
+    module = _find_script(sources, script)
     inside = replace(module, imports=dict(module.imports), modules=dict(module.modules))
     assigned: dict[str, ast.expr] = {}
     handed: list[ast.expr] = []
@@ -65,7 +65,7 @@ def with_own_defaults(
 
     Raises LookupError without the script.
     """
-    module = _script(sources, script)
+    module = _find_script(sources, script)
     changed = dict(fields)
     for node in ast.walk(module.tree):
         match node:
@@ -82,7 +82,7 @@ def with_own_defaults(
     return changed
 
 
-def _script(sources: Sources, script: str) -> Module:
+def _find_script(sources: Sources, script: str) -> Module:
     module = sources.module_at(script)
     if module is None:
         raise LookupError(f"there is no {script}")
@@ -104,8 +104,8 @@ def find(
     """
     walk = walked(sources, script, classes, fields, recorders)
     return Path(
-        reads={name: _reads(walk, name) for name in sorted(walk.fields)},
-        refusals=_refusals(walk),
+        reads={name: _list_reads(walk, name) for name in sorted(walk.fields)},
+        refusals=_list_refusals(walk),
         shadows=walk.shadows,
     )
 
@@ -120,8 +120,8 @@ def walked(
     """The walk along `script`, repeated until nothing new is learnt; parameters as for `find`."""
     walk = Walk(
         sources,
-        [_class_key(sources, *names) for names in classes],
-        script=_script(sources, script),
+        [_find_class(sources, *names) for names in classes],
+        script=_find_script(sources, script),
         fields=frozenset(fields),
         recorders=frozenset(recorders),
     )
@@ -140,44 +140,46 @@ def walked(
     return walk
 
 
-def _class_key(sources: Sources, module_name: str, name: str) -> ClassKey:
+def _find_class(sources: Sources, module_name: str, name: str) -> ClassKey:
     module = sources.module(module_name)
     if module is None or name not in module.classes:
         raise LookupError(f"{module_name} has no class {name}")
     return module, module.classes[name]
 
 
-def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
+def _list_reads(walk: Walk, name: str) -> tuple[Read, ...]:
     reads: list[Read] = []
     for where, alternatives in walk.reads.get(name, {}).items():
-        conditions_of = {_about_file(walk, guards) for guards in alternatives}
-        for when in conditions_of:
-            is_weakest = not any(other < when for other in conditions_of)
+        ways = {_keep_file_conditions(walk, guards) for guards in alternatives}
+        for when in ways:
+            is_weakest = not any(other < when for other in ways)
             if is_weakest and not conditions.impossible(when):
                 reads.append(Read(where, tuple(sorted(when))))
-    return tuple(sorted(reads, key=_by_place))
+    return tuple(sorted(reads, key=_order_by_place))
 
 
-def _about_file(walk: Walk, guards: Guards) -> frozenset[str]:
+def _keep_file_conditions(walk: Walk, guards: Guards) -> frozenset[str]:
     """The conditions that a stage file decides: not those on what the script itself changes."""
     kept = [c for c in guards - UNSURE if not isinstance(c, Passed)]
     return conditions.simplified(filter(walk.stands, kept))
 
 
-def _refusals(walk: Walk) -> tuple[Refusal, ...]:
+def _list_refusals(walk: Walk) -> tuple[Refusal, ...]:
     """The `raise` statements that arguments alone lead to, with all that it takes to get there."""
     refusals: list[Refusal] = []
     for where, alternatives in walk.refusals.items():
+        parsing = where in walk.parsing
         for guards, name in alternatives:
-            if guards and not conditions.impossible(guards):
-                # what earlier refusals on the way exclude need not be repeated
-                new = frozenset(text for text in guards if not isinstance(text, Passed))
-                when = sorted(map(str, conditions.simplified(new or guards)))
-                parsing = where in walk.parsing
-                refusals.append(Refusal(where, tuple(when), error=name, parsing=parsing))
-    return tuple(sorted(refusals, key=_by_place))
+            if not guards or conditions.impossible(guards):
+                continue
+            # what earlier refusals on the way exclude need not be repeated
+            new = frozenset(text for text in guards if not isinstance(text, Passed))
+            shortest = conditions.simplified(new or guards)
+            when = tuple(sorted(map(str, shortest)))
+            refusals.append(Refusal(where, when, error=name, parsing=parsing))
+    return tuple(sorted(refusals, key=_order_by_place))
 
 
-def _by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:
+def _order_by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:
     file, _, line = read.where.rpartition(":")
     return file, int(line), read.when

@@ -162,14 +162,14 @@ class Walk(Lookup):
             if at is None:
                 return
             if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-                at = self._block(node.body, at)
+                at = self._walk_block(node.body, at)
             elif not isinstance(node, _DEFINES):
-                at = self._block([node], at)
+                at = self._walk_block([node], at)
 
     # what is recorded
 
     @contextmanager
-    def _silently(self, quiet: bool = True) -> Iterator[None]:
+    def _mute(self, quiet: bool = True) -> Iterator[None]:
         """Without a record of what is read; what a silent test calls is recorded again."""
         before = self._silent
         self._silent = quiet
@@ -178,12 +178,12 @@ class Walk(Lookup):
         finally:
             self._silent = before
 
-    def _read(self, name: str, node: ast.AST, at: Spot) -> None:
+    def _record_read(self, name: str, node: ast.AST, at: Spot) -> None:
         if not self._silent:
             places = self.reads.setdefault(name, {})
             places.setdefault(place(node, at.frame), set()).add(at.guards)
 
-    def _refused(self, node: ast.Raise, at: Spot) -> None:
+    def _record_refusal(self, node: ast.Raise, at: Spot) -> None:
         """A `raise`: worth knowing if nothing but arguments decides whether it is reached."""
         if node.exc is None or PERHAPS in at.guards:
             return
@@ -191,52 +191,54 @@ class Walk(Lookup):
             refusals = self.refusals.setdefault(place(node, at.frame), set())
             refusals.add((at.guards, mark(node.exc)))
 
-    def _shadowed(self, test: ast.expr, at: Spot) -> None:
+    def _record_shadow(self, test: ast.expr, at: Spot) -> None:
         """A branch that cannot be reached: what its test reads loses against what excludes it."""
         rivals: set[str] = set()
         for text in at.guards:
             if conditions.negated(text) in at.guards:
-                rivals |= _arguments_in(text)
-        for name in _arguments_in(self._text(test, at.frame) or PERHAPS) - rivals:
+                rivals |= _find_arguments(text)
+        for name in _find_arguments(self._express_as_text(test, at.frame) or PERHAPS) - rivals:
             self.shadows[name] = Shadow(where=place(test, at.frame), by=tuple(sorted(rivals)))
 
-    def _write(self, name: str) -> None:
+    def _record_write(self, name: str) -> None:
         if name in self.fields:
             self.written[name] = self.written.get(name, 0) + 1
 
-    def _changed(self, values: Values) -> None:
+    def _record_change(self, values: Values) -> None:
         """A value is changed in place: that of an argument, perhaps."""
         for value in values:
             if isinstance(value, Text):
-                for name in _arguments_in(value.text):
-                    self._write(name)
+                for name in _find_arguments(value.text):
+                    self._record_write(name)
 
     # conditions
 
-    def _now(self, name: str) -> str:
+    def _version_name(self, name: str) -> str:
         """An argument's name in conditions: each write of it makes a new name."""
         count = self.written.get(name)
         return name if count is None else f"{name}·{count}"
 
-    def _still(self, at: Spot) -> Spot:
+    def _drop_outdated(self, at: Spot) -> Spot:
         """The conditions that are known after arguments may have got other values."""
         outdated = frozenset(text for text in at.guards if not self._is_current(text))
         if not outdated:
             return at
         kept = Spot(at.frame, at.guards - outdated)
         # with a condition less, what follows happens for certain no longer
-        return kept if _all_passed(outdated) else kept.perhaps()
+        return kept if _are_passed(outdated) else kept.perhaps()
 
     def _is_current(self, text: str) -> bool:
-        return all(self._now(_argument(name)) == name for name in conditions.names(text))
+        return all(
+            self._version_name(_strip_version(name)) == name for name in conditions.names(text)
+        )
 
-    def _branches(self, test: ast.expr, at: Spot) -> tuple[Spot, Spot]:
+    def _split_branches(self, test: ast.expr, at: Spot) -> tuple[Spot, Spot]:
         """Where the walk is if a test is true, and if it is false."""
         texts: dict[ast.expr, str | None] = {}
 
         def say(node: ast.expr) -> str | None:
             if node not in texts:
-                text = self._text(node, at.frame)
+                text = self._express_as_text(node, at.frame)
                 # a condition that names no argument says nothing about a stage file
                 texts[node] = text if text is not None and conditions.names(text) else None
             return texts[node]
@@ -246,67 +248,68 @@ class Walk(Lookup):
             at.under(conditions.implied(test, False, say)),
         )
 
-    def _text(self, node: ast.expr, frame: Frame) -> str | None:
+    def _express_as_text(self, node: ast.expr, frame: Frame) -> str | None:
         """An expression with argument names for the objects that they belong to, if it can be."""
         try:
-            return ast.unparse(self._expressed(node, frame))
+            return ast.unparse(self._express(node, frame))
         except _Inexpressible:
             return None
 
-    def _expressed(self, node: ast.expr, frame: Frame) -> ast.expr:
+    def _express(self, node: ast.expr, frame: Frame) -> ast.expr:
         match node:
             case ast.Constant():
                 return node
             case ast.Name():
-                return self._name_expressed(node, frame)
+                return self._express_name(node, frame)
             case ast.Attribute(value=ast.Name() | ast.Attribute()):
-                return self._attribute_expressed(node, frame)
-            case ast.Compare(left=left, ops=ops, comparators=comparators):
-                first = self._expressed(left, frame)
-                return ast.Compare(first, ops, self._all_expressed(comparators, frame))
-            case ast.BoolOp(op=op, values=parts):
-                return ast.BoolOp(op, self._all_expressed(parts, frame))
-            case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
-                return ast.UnaryOp(op, self._expressed(operand, frame))
-            case ast.Call(
-                func=ast.Name(id="getattr"),
-                args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
-            ):
-                return self._attribute_expressed(ast.Attribute(owner, name, ast.Load()), frame)
-            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
-                return ast.Tuple(self._all_expressed(items, frame), ast.Load())
+                return self._express_attribute(node, frame)
+            case ast.Compare():
+                left = self._express(node.left, frame)
+                comparators = self._express_all(node.comparators, frame)
+                return ast.Compare(left, node.ops, comparators)
+            case ast.BoolOp():
+                return ast.BoolOp(node.op, self._express_all(node.values, frame))
+            case ast.UnaryOp(op=ast.Not() | ast.USub()):
+                return ast.UnaryOp(node.op, self._express(node.operand, frame))
+            case ast.Tuple() | ast.List() | ast.Set():
+                return ast.Tuple(self._express_all(node.elts, frame), ast.Load())
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=name), *_]):
+                if isinstance(owner, ast.Name | ast.Attribute) and isinstance(name, str):
+                    attribute = ast.Attribute(owner, name, ast.Load())
+                    return self._express_attribute(attribute, frame)
         raise _Inexpressible
 
-    def _all_expressed(self, nodes: Iterable[ast.expr], frame: Frame) -> list[ast.expr]:
-        return [self._expressed(node, frame) for node in nodes]
+    def _express_all(self, nodes: Iterable[ast.expr], frame: Frame) -> list[ast.expr]:
+        return [self._express(node, frame) for node in nodes]
 
-    def _name_expressed(self, node: ast.Name, frame: Frame) -> ast.expr:
+    def _express_name(self, node: ast.Name, frame: Frame) -> ast.expr:
         values = frame.find(node.id)
         if values is None:
-            return self._literally(node, frame)
+            return self._express_literal(node, frame)
         match list(values):
             case [Text(text)]:
                 return conditions.parsed(text)
         raise _Inexpressible
 
-    def _attribute_expressed(self, node: ast.Attribute, frame: Frame) -> ast.expr:
+    def _express_attribute(self, node: ast.Attribute, frame: Frame) -> ast.expr:
         if node.attr in self.fields:
-            with self._silently():
-                owners = self.value(node.value, Spot(frame, UNSURE)) - {DEFAULT}
+            with self._mute():
+                owners = self.value(node.value, Spot(frame, UNSURE))
+            owners -= {DEFAULT}
             if owners and all(isinstance(owner, Args) for owner in owners):
-                return ast.Name(self._now(node.attr), ast.Load())
-        root = _root(node)
+                return ast.Name(self._version_name(node.attr), ast.Load())
+        root = _find_root(node)
         if isinstance(root, ast.Name) and frame.find(root.id) is None:
-            return self._literally(node, frame)
+            return self._express_literal(node, frame)
         raise _Inexpressible
 
-    def _literally(self, node: ast.expr, frame: Frame) -> ast.expr:
+    def _express_literal(self, node: ast.expr, frame: Frame) -> ast.expr:
         literal = self.literal(frame.module, node)
         if literal is None:
             raise _Inexpressible
         return literal
 
-    def _constant_text(self, node: ast.expr, frame: Frame) -> str | None:
+    def _find_constant_text(self, node: ast.expr, frame: Frame) -> str | None:
         if isinstance(node, ast.Name) and frame.find(node.id) is not None:
             return None
         match self.literal(frame.module, node):
@@ -314,10 +317,13 @@ class Walk(Lookup):
                 return text
         return None
 
-    def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
+    def _find_possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out."""
-        functions = [outer.function.node for outer in frame.chain() if outer.function is not None]
-        around = functions[0] if functions else name
+        around: ast.AST = name
+        for outer in frame.chain():
+            if outer.function is not None:
+                around = outer.function.node
+                break
         texts: list[object] = []
         for node in ast.walk(around):
             if isinstance(node, ast.Constant):
@@ -330,24 +336,24 @@ class Walk(Lookup):
 
     # statements
 
-    def _block(self, body: Sequence[ast.stmt], at: Spot) -> Spot | None:
+    def _walk_block(self, body: Sequence[ast.stmt], at: Spot) -> Spot | None:
         """Walk statements in order; where the walk is after them, None if none goes on."""
         for statement in body:
-            after = self._statement(statement, at)
+            after = self._walk_statement(statement, at)
             if after is None:
                 return None
-            at = self._still(after)
+            at = self._drop_outdated(after)
         return at
 
-    def _statement(self, node: ast.stmt, at: Spot) -> Spot | None:
+    def _walk_statement(self, node: ast.stmt, at: Spot) -> Spot | None:
         match node:
             case ast.If():
-                return self._if(node, at)
+                return self._walk_if(node, at)
             case ast.Return():
-                self._return(node, at)
+                self._walk_return(node, at)
                 return None
             case ast.Raise():
-                self._refused(node, at)
+                self._record_refusal(node, at)
                 return None
             case ast.Continue() | ast.Break():
                 return None
@@ -359,19 +365,19 @@ class Walk(Lookup):
                 values = self.value(value, at)
                 before = self.value(target, at)
                 if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
-                    self._changed(before)
+                    self._record_change(before)
                 self._store(target, merged(objects(before), values), at)
             case ast.Assert(test=test):
                 fails = ast.copy_location(ast.Raise(ast.Name("AssertionError")), node)
-                return self._if(ast.If(ast.UnaryOp(ast.Not(), test), [fails], []), at)
+                return self._walk_if(ast.If(ast.UnaryOp(ast.Not(), test), [fails], []), at)
             case ast.For() | ast.AsyncFor() | ast.While():
-                at = self._loop(node, at)
+                at = self._walk_loop(node, at)
             case ast.With() | ast.AsyncWith():
-                return self._with(node, at)
+                return self._walk_with(node, at)
             case ast.Try() | ast.TryStar():
-                return self._try(node, at)
+                return self._walk_try(node, at)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self._defaults(node, at)
+                self._walk_defaults(node, at)
                 # it sees the names of this one, as they are when it is called
                 function = Function(at.frame.module, node, scope=at.frame)
                 env = at.frame.env
@@ -383,20 +389,20 @@ class Walk(Lookup):
                 for name in (*scratch.imports, *scratch.modules):
                     at.frame.env[name] = self.named(scratch, name, at.frame)
             case _:
-                self._children(node, at)
-        return self._after(node, at)
+                self._walk_children(node, at)
+        return self._continue_after(node, at)
 
     @remembered
-    def _leaves(self, node: ast.stmt) -> bool:
+    def _may_leave(self, node: ast.stmt) -> bool:
         # a loop's own `break` and `continue` lead to what stands behind it
         leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
         return any(isinstance(inner, leaves) for inner in within(node))
 
-    def _after(self, node: ast.stmt, at: Spot) -> Spot:
+    def _continue_after(self, node: ast.stmt, at: Spot) -> Spot:
         """Where the walk is after branches: perhaps one of them has left the function."""
-        return at.perhaps() if self._leaves(node) else at
+        return at.perhaps() if self._may_leave(node) else at
 
-    def _return(self, node: ast.Return, at: Spot) -> None:
+    def _walk_return(self, node: ast.Return, at: Spot) -> None:
         if node.value is None:
             return
         # its caller may know other conditions
@@ -404,38 +410,44 @@ class Walk(Lookup):
 
     def _assign(self, node: ast.Assign, at: Spot) -> None:
         if self._puts_back(node, at.frame):
-            with self._silently():
+            with self._mute():
                 self.value(node.value, at)
             if not self._makes_member(node.value, at.frame):
-                self._write(mark(node.targets[0]))
+                self._record_write(mark(node.targets[0]))
             return
         values = self.symbolic(node.value, at)
         for target in node.targets:
             self._store(target, values, at)
 
-    def _if(self, node: ast.If, at: Spot) -> Spot | None:
-        yes, no = self._branches(node.test, at)
+    def _walk_if(self, node: ast.If, at: Spot) -> Spot | None:
+        yes, no = self._split_branches(node.test, at)
         dead = conditions.impossible(yes.guards)
         # nothing that training does depends on such a test
         quiet = not node.orelse and (dead or _only_complains(node.body))
-        with self._silently(self._silent or quiet or self._only_puts_back(node, at.frame)):
+        with self._mute(self._silent or quiet or self._only_puts_back(node, at.frame)):
             self.value(node.test, at)
-        yes = self._still(yes)
-        no = self._still(no)
+        yes = self._drop_outdated(yes)
+        no = self._drop_outdated(no)
         dead = conditions.impossible(yes.guards)
         if dead and not node.orelse:
-            self._shadowed(node.test, yes)
-        after_yes = None if dead else self._block(node.body, yes)
-        after_no = None if conditions.impossible(no.guards) else self._block(node.orelse, no)
+            self._record_shadow(node.test, yes)
+        after_yes = None
+        if not dead:
+            after_yes = self._walk_block(node.body, yes)
+        after_no = None
+        if not conditions.impossible(no.guards):
+            after_no = self._walk_block(node.orelse, no)
         if after_yes is not None and after_no is not None:
-            return self._after(node, at)
+            return self._continue_after(node, at)
         if after_no is not None:
-            return self._passed(node.body, after_no, no, at)
+            return self._continue_in_branch(node.body, after_no, no, at)
         if after_yes is not None:
-            return self._passed(node.orelse, after_yes, yes, at)
+            return self._continue_in_branch(node.orelse, after_yes, yes, at)
         return None
 
-    def _passed(self, body: Sequence[ast.stmt], after: Spot, taken: Spot, before: Spot) -> Spot:
+    def _continue_in_branch(
+        self, body: Sequence[ast.stmt], after: Spot, taken: Spot, before: Spot
+    ) -> Spot:
         """Where the walk is if only one branch goes on, and `body` is the other one."""
         if not _refuses(body):
             return after
@@ -446,7 +458,7 @@ class Walk(Lookup):
             kept -= UNSURE - before.guards
         return Spot(after.frame, (kept - new) | {Passed(text) for text in new & after.guards})
 
-    def _loop(self, node: _LOOPS, at: Spot) -> Spot:
+    def _walk_loop(self, node: _LOOPS, at: Spot) -> Spot:
         # a loop that trains has a first round, any other one perhaps none
         rounds = ANYHOW if _trains(node) else UNSURE
         # what one round does to names and arguments, the next one meets
@@ -456,17 +468,17 @@ class Walk(Lookup):
             inside = at.under(rounds)
             if isinstance(node, ast.While):
                 self.value(node.test, at)
-                inside = inside.under(self._branches(node.test, at)[0].guards - UNSURE)
+                inside = inside.under(self._split_branches(node.test, at)[0].guards - UNSURE)
             else:
                 self._store(node.target, entries(self.value(node.iter, at)), at)
-            self._block(node.body, inside)
-            at = self._still(at)
+            self._walk_block(node.body, inside)
+            at = self._drop_outdated(at)
             if at == start and at.frame.env == before:
                 break
-        self._block(node.orelse, at.perhaps())
+        self._walk_block(node.orelse, at.perhaps())
         return at
 
-    def _with(self, node: ast.With | ast.AsyncWith, at: Spot) -> Spot | None:
+    def _walk_with(self, node: ast.With | ast.AsyncWith, at: Spot) -> Spot | None:
         swallows = False
         for item in node.items:
             swallows = swallows or "suppress" in ast.unparse(item.context_expr)
@@ -474,26 +486,26 @@ class Walk(Lookup):
             if item.optional_vars is not None:
                 self._store(item.optional_vars, values, at)
         if not swallows:
-            return self._block(node.body, at)
-        self._block(node.body, at.perhaps())
-        return self._after(node, at)
+            return self._walk_block(node.body, at)
+        self._walk_block(node.body, at.perhaps())
+        return self._continue_after(node, at)
 
-    def _try(self, node: ast.Try | ast.TryStar, at: Spot) -> Spot | None:
-        after = self._block(node.body, at.perhaps() if node.handlers else at)
+    def _walk_try(self, node: ast.Try | ast.TryStar, at: Spot) -> Spot | None:
+        after = self._walk_block(node.body, at.perhaps() if node.handlers else at)
         if after is not None:
-            after = self._block(node.orelse, after)
+            after = self._walk_block(node.orelse, after)
         ends = after is None
-        start = self._still(at)
+        start = self._drop_outdated(at)
         for handler in node.handlers:
             if handler.name:
                 at.frame.env[handler.name] = NOTHING
-            if self._block(handler.body, start.perhaps()) is not None:
+            if self._walk_block(handler.body, start.perhaps()) is not None:
                 ends = False
-        if self._block(node.finalbody, start) is None or ends:
+        if self._walk_block(node.finalbody, start) is None or ends:
             return None
-        return self._after(node, at)
+        return self._continue_after(node, at)
 
-    def _defaults(self, node: FunctionNode, at: Spot) -> None:
+    def _walk_defaults(self, node: FunctionNode, at: Spot) -> None:
         """What is evaluated where a function is defined: standard values and decorators."""
         nodes = [*node.args.defaults, *node.args.kw_defaults]
         if not isinstance(node, ast.Lambda):
@@ -537,21 +549,21 @@ class Walk(Lookup):
 
     # calls
 
-    def _called(self, node: ast.Call, at: Spot) -> Values:
+    def _evaluate_call(self, node: ast.Call, at: Spot) -> Values:
         if self._shows(node):
-            with self._silently():
-                self._children(node, at)
+            with self._mute():
+                self._walk_children(node, at)
             return NOTHING
-        special = self._special(node, at)
+        special = self._call_special(node, at)
         if special is not None:
             return special
         function = node.func
         if not isinstance(function, ast.Attribute):
             targets = self.value(function, at)
-            return self._follow(node, targets, self._arguments(node, at), at)
+            return self._follow(node, targets, self._evaluate_arguments(node, at), at)
         owners = self.value(function.value, at)
-        arguments = self._arguments(node, at)
-        result = self._of_container(node, function, owners, arguments, at)
+        arguments = self._evaluate_arguments(node, at)
+        result = self._call_container_method(node, function, owners, arguments, at)
         if result is not None:
             return result
         targets = self.part(owners, function.attr, function, at)
@@ -562,31 +574,33 @@ class Walk(Lookup):
     ) -> Values:
         callables = [v for v in targets if isinstance(v, Function | Class | Object)]
         if not callables:
-            return self._not_followed(node.func, arguments, at)
+            return self._call_unknown(node.func, arguments, at)
         if UNKNOWN in targets:
             # of a wrapped function other parameters may be filled already
-            arguments = replace(arguments, rest=arguments.rest | carried(arguments.sets()))
+            rest = arguments.rest | carried(arguments.sets())
+            arguments = replace(arguments, rest=rest)
+        if len(targets) == 1 and not isinstance(node.func, ast.Subscript):
+            return frozenset(self._call(callables[0], arguments, at.guards))
         # one of a table's entries: which one is not known
-        if len(targets) > 1 or isinstance(node.func, ast.Subscript):
-            results = [self._call(target, arguments, at.perhaps().guards) for target in callables]
-            return without_texts(merged(*results, NOTHING))
-        return frozenset(self._call(callables[0], arguments, at.guards))
+        guards = at.perhaps().guards
+        results = [self._call(target, arguments, guards) for target in callables]
+        return without_texts(merged(*results, NOTHING))
 
-    def _not_followed(self, function: ast.expr, arguments: CallArguments, at: Spot) -> Values:
-        self._handed_over(arguments, at)
+    def _call_unknown(self, function: ast.expr, arguments: CallArguments, at: Spot) -> Values:
+        self._call_argument_functions(arguments, at)
         # a wrapper gives back what it wraps, a copy what it was made of
-        back = carried(arguments.sets()) | self._wrapped(function, arguments, at.frame)
+        back = carried(arguments.sets()) | self._unwrap_call(function, arguments, at.frame)
         if not back:
             return NOTHING
         if last(function) in _COPIES:
             for name in arguments.named:
-                self._write(name)
+                self._record_write(name)
             return back
         return back | listed(back) | {UNKNOWN}
 
-    def _wrapped(self, function: ast.expr, arguments: CallArguments, frame: Frame) -> Values:
+    def _unwrap_call(self, function: ast.expr, arguments: CallArguments, frame: Frame) -> Values:
         """A function that is the first argument of one not followed: it may come back, wrapped."""
-        root = _root(function)
+        root = _find_root(function)
         if not isinstance(root, ast.Name):
             return NOTHING
         if root.id in _COLLECTS:
@@ -597,7 +611,7 @@ class Walk(Lookup):
             return NOTHING
         return frozenset(v for v in arguments.positional[0] if isinstance(v, Function))
 
-    def _handed_over(self, arguments: CallArguments, at: Spot) -> None:
+    def _call_argument_functions(self, arguments: CallArguments, at: Spot) -> None:
         """Functions given to something that is not followed, which may call them."""
         functions: list[Value] = []
         rest: set[Value] = set()
@@ -610,27 +624,31 @@ class Walk(Lookup):
         for function in functions:
             self._call(function, CallArguments(rest=frozenset(rest)), at.perhaps().guards)
 
-    def _special(self, node: ast.Call, at: Spot) -> Values | None:
-        match node:
-            case ast.Call(func=ast.Name(id="super"), args=[]):
+    def _call_special(self, node: ast.Call, at: Spot) -> Values | None:
+        """A call of Python's own functions or of the parser; None for any other."""
+        match node.func, node.args:
+            case ast.Name(id="super"), []:
                 return self.named(at.frame.module, "super", at.frame)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, _, *_]):
-                return self._getattr(node, at)
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[_, _, *_]):
-                return self._setattr(node, at)
-            case ast.Call(func=ast.Attribute(attr=name)) if name in _PARSES:
-                self._children(node, at)
-                parsed = [frozenset[Value]({Args(i)}) for i in range(len(self.classes))]
-                if len(parsed) == 1 and name in {"parse", "parse_args"}:
-                    # a single one comes by itself
-                    return parsed[0]
-                return frozenset({Container(tuple(parsed))})
-            case ast.Call(args=[argument]) if last(node.func) in _AS_MAPPING:
+            case ast.Name(id="getattr" | "hasattr"), [_, _, *_]:
+                return self._call_getattr(node, at)
+            case ast.Name(id="setattr" | "delattr"), [_, _, *_]:
+                return self._call_setattr(node, at)
+            case ast.Attribute(attr=name), _ if name in _PARSES:
+                self._walk_children(node, at)
+                return self._parse_arguments(name)
+            case function, [argument] if last(function) in _AS_MAPPING:
                 values = self.value(argument, at)
                 return frozenset(Items(value.index) for value in values if isinstance(value, Args))
         return None
 
-    def _of_container(
+    def _parse_arguments(self, method: str) -> Values:
+        parsed = [frozenset[Value]({Args(index)}) for index in range(len(self.classes))]
+        if len(parsed) == 1 and method in {"parse", "parse_args"}:
+            # a single one comes by itself
+            return parsed[0]
+        return frozenset({Container(tuple(parsed))})
+
+    def _call_container_method(
         self,
         node: ast.Call,
         function: ast.Attribute,
@@ -640,7 +658,7 @@ class Walk(Lookup):
     ) -> Values | None:
         """What a method of a list or a table gives back; None for any other object."""
         if function.attr in _CHANGES:
-            self._changed(owners)
+            self._record_change(owners)
         is_object = any(isinstance(owner, Object | Args | ModuleValue) for owner in owners)
         if function.attr in _PUTS and not is_object:
             for values in arguments.sets():
@@ -651,10 +669,10 @@ class Walk(Lookup):
         # `items` gives pairs, `values` and `copy` a container, `get` an entry
         result = contents(containers) | containers | {UNKNOWN}
         if node.args:
-            result |= self._entry(node, containers, node.args[0], at)
+            result |= self._take_entry(node, containers, node.args[0], at)
         return result
 
-    def _arguments(self, node: ast.Call, at: Spot) -> CallArguments:
+    def _evaluate_arguments(self, node: ast.Call, at: Spot) -> CallArguments:
         arguments = CallArguments()
         rest: list[Values] = []
         for argument in node.args:
@@ -672,7 +690,7 @@ class Walk(Lookup):
                 if isinstance(value, Items):
                     # whoever gets them all may read any of them
                     for name in self.fields:
-                        self._read(name, node, at)
+                        self._record_read(name, node, at)
                 elif isinstance(value, Container) and value.keys is not None:
                     arguments.named |= value.pairs
                 elif isinstance(value, Container):
@@ -689,12 +707,12 @@ class Walk(Lookup):
             return _LOGGER.search(ast.unparse(node.func.value)) is not None
         return False
 
-    def _getattr(self, node: ast.Call, at: Spot) -> Values:
+    def _call_getattr(self, node: ast.Call, at: Spot) -> Values:
         owner, name, *rest = node.args
         owners = self.value(owner, at)
         self.value(name, at)
         others = [self.symbolic(default, at) for default in rest]
-        text = self._constant_text(name, at.frame)
+        text = self._find_constant_text(name, at.frame)
         if text is not None:
             values = self.part(owners, text, node, at)
             if rest and text not in self.fields:
@@ -702,28 +720,28 @@ class Walk(Lookup):
                 return merged(values, *others)
             return values
         if any(isinstance(v, Args) for v in owners) and not isinstance(at.frame.bound, Args):
-            for possible in self._possible_names(name, at.frame):
-                self._read(possible, node, at.perhaps())
+            for possible in self._find_possible_names(name, at.frame):
+                self._record_read(possible, node, at.perhaps())
         return NOTHING
 
-    def _setattr(self, node: ast.Call, at: Spot) -> Values:
+    def _call_setattr(self, node: ast.Call, at: Spot) -> Values:
         owner, name, *rest = node.args
         values = self.symbolic(rest[0], at) if rest else NOTHING
         owners = self.value(owner, at)
         self.value(name, at)
-        text = self._constant_text(name, at.frame)
+        text = self._find_constant_text(name, at.frame)
         for value in owners:
             if text is not None:
                 self._put(value, text, values)
             elif isinstance(value, Args):
-                for possible in self._possible_names(name, at.frame):
-                    self._write(possible)
+                for possible in self._find_possible_names(name, at.frame):
+                    self._record_write(possible)
         return NOTHING
 
     def _call(self, target: Value, arguments: CallArguments, guards: Guards) -> set[Value]:
         match target:
             case Class():
-                return self._instance(target, arguments, guards)
+                return self._create_instance(target, arguments, guards)
             case Object():
                 returned: set[Value] = set()
                 for function in self.bound(target, "__call__"):
@@ -731,12 +749,15 @@ class Walk(Lookup):
                 return returned
             case Function(node=node):
                 if isinstance(node, ast.Lambda) or node.name not in self.recorders:
-                    return self._function(target, arguments, guards)
+                    return self._call_function(target, arguments, guards)
         return set()
 
-    def _function(self, target: Function, arguments: CallArguments, guards: Guards) -> set[Value]:
+    def _call_function(
+        self, target: Function, arguments: CallArguments, guards: Guards
+    ) -> set[Value]:
+        """Walk a function, unless it was walked with the same under fewer conditions."""
         shape = self.shape(target.node)
-        env = self._parameters(target, arguments)
+        env = self._bind_parameters(target, arguments)
         if not self._concerns(target, shape, env):
             self._look_through(target.module, target.node)
             return set()
@@ -757,9 +778,9 @@ class Walk(Lookup):
             if shape.generator or isinstance(target.node, ast.AsyncFunctionDef):
                 guards |= UNSURE
             earlier.append(guards)
-            frame = self._frame(target, env)
+            frame = self._open_frame(target, env)
             frame.returned = returned
-            self._run(target.node, Spot(frame, guards))
+            self._run_body(target.node, Spot(frame, guards))
         return set(returned)
 
     def _concerns(self, target: Function, shape: FunctionShape, env: dict[str, Values]) -> bool:
@@ -774,7 +795,7 @@ class Walk(Lookup):
             return False
         return any(isinstance(value, Text) for values in env.values() for value in values)
 
-    def _frame(self, target: Function, env: dict[str, Values]) -> Frame:
+    def _open_frame(self, target: Function, env: dict[str, Values]) -> Frame:
         """The frame of a call: one for all calls that differ in functions and containers only.
 
         Functions inside this one see it; with a frame for each of their kind there would be no end.
@@ -790,10 +811,11 @@ class Walk(Lookup):
             frame = Frame(target.module, self.shape(target.node), target)
             self._frames[key] = frame
         for name, values in env.items():
-            frame.parameters[name] = frame.parameters.get(name, NOTHING) | values
+            before = frame.parameters.get(name, NOTHING)
+            frame.parameters[name] = before | values
         return frame
 
-    def _run(self, node: FunctionNode, at: Spot) -> None:
+    def _run_body(self, node: FunctionNode, at: Spot) -> None:
         frame = at.frame
         self.ran[node] = frame.module
         around = frame.env
@@ -803,18 +825,18 @@ class Walk(Lookup):
         is_recursion = node in self._active
         self._active.add(node)
         self._depth += 1
-        with self._silently(False):
+        with self._mute(False):
             if isinstance(node, ast.Lambda):
                 frame.returned |= self.symbolic(node.body, at)
             else:
-                self._block(node.body, at)
+                self._walk_block(node.body, at)
         self._depth -= 1
         if is_recursion:
             frame.env = around
         else:
             self._active.remove(node)
 
-    def _parameters(self, target: Function, arguments: CallArguments) -> dict[str, Values]:
+    def _bind_parameters(self, target: Function, arguments: CallArguments) -> dict[str, Values]:
         signature = target.node.args
         positional = list(arguments.positional)
         if target.bound is not None:
@@ -838,10 +860,12 @@ class Walk(Lookup):
         if signature.kwarg is not None:
             if arguments.rest:
                 unnamed[""] = arguments.rest
-            env[signature.kwarg.arg] = _mapping(unnamed)
+            env[signature.kwarg.arg] = _build_mapping(unnamed)
         return env
 
-    def _instance(self, target: Class, arguments: CallArguments, guards: Guards) -> set[Value]:
+    def _create_instance(
+        self, target: Class, arguments: CallArguments, guards: Guards
+    ) -> set[Value]:
         key = target.key
         if key in self.ancestors:
             # one of the parsed dataclasses that the source makes itself
@@ -856,13 +880,13 @@ class Walk(Lookup):
                 self.keep(key, ANY, objects(values))
         if self.keeps(key):
             # whoever gets an object that keeps the arguments may call any of its methods
-            for _, _, method in self._methods(key):
+            for _, _, method in self._list_methods(key):
                 if method.name != "__init__":
                     for function in self.bound(instance, method.name):
                         self._call(function, CallArguments(), guards | UNSURE)
         return {instance}
 
-    def _methods(self, key: ClassKey) -> Iterator[Method]:
+    def _list_methods(self, key: ClassKey) -> Iterator[Method]:
         for module, owner in self.order(key):
             for statement in owner.body:
                 if isinstance(statement, FUNCTIONS):
@@ -878,21 +902,21 @@ class Walk(Lookup):
                 if isinstance(value, Function) and value.module is module:
                     self._look_through(module, value.node)
 
-    def _referenced(self, key: ClassKey) -> None:
+    def _call_callback_methods(self, key: ClassKey) -> None:
         """A callback: a class named on the path whose methods, or a base's, take the arguments."""
         if key in self._visited or key in self.ancestors:
             return
         self._visited.add(key)
         taken: dict[str, Values] = {}
-        for module, _, method in self._methods(key):
+        for module, _, method in self._list_methods(key):
             for parameter in parameters_of(method.args):
                 values = self.annotated(parameter, module)
                 if values:
                     taken[parameter.arg] = values
         if not taken:
             return
-        with self._silently(False):
-            for module, owner, method in self._methods(key):
+        with self._mute(False):
+            for module, owner, method in self._list_methods(key):
                 if any(parameter.arg in taken for parameter in parameters_of(method.args)):
                     function = Function(module, method, Object(key), owner)
                     self._call(function, CallArguments(named=taken), UNSURE)
@@ -906,7 +930,7 @@ class Walk(Lookup):
             values = NOTHING
         if values:
             return values
-        text = self._text(node, at.frame)
+        text = self._express_as_text(node, at.frame)
         return NOTHING if text is None else frozenset({Text(text)})
 
     def value(self, node: ast.expr, at: Spot) -> Values:
@@ -920,64 +944,64 @@ class Walk(Lookup):
             case ast.Attribute(value=owner, attr=name):
                 return self.part(self.value(owner, at), name, node, at)
             case ast.Call():
-                return self._called(node, at)
+                return self._evaluate_call(node, at)
             case ast.BoolOp():
-                return self._short_circuit(node, at)
+                return self._evaluate_bool_op(node, at)
             case ast.IfExp():
-                return self._either(node, at)
+                return self._evaluate_conditional(node, at)
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
-                return self._sequence(items, at)
+                return self._evaluate_sequence(items, at)
             case ast.Dict():
-                return self._table(node, at)
+                return self._evaluate_dict(node, at)
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, at)
-                return self._entry(node, self.value(owner, at), key, at)
+                return self._take_entry(node, self.value(owner, at), key, at)
             case ast.Lambda():
-                self._defaults(node, at)
+                self._walk_defaults(node, at)
                 function = Function(at.frame.module, node, scope=at.frame)
                 self._call(function, CallArguments(), at.perhaps().guards)
                 return frozenset({function})
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                return self._comprehension(node, at)
+                return self._evaluate_comprehension(node, at)
             case ast.NamedExpr(target=target, value=value):
-                with self._silently(False):
+                with self._mute(False):
                     values = self.symbolic(value, at)
                 self._store(target, values, at)
                 return values
             case ast.Await(value=value) | ast.Starred(value=value):
                 return self.value(value, at)
-        self._children(node, at)
+        self._walk_children(node, at)
         return NOTHING
 
-    def _children(self, node: ast.AST, at: Spot) -> None:
+    def _walk_children(self, node: ast.AST, at: Spot) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child, at)
             elif isinstance(child, ast.stmt):
                 # of a branch of `match`
-                self._block([child], at.perhaps())
+                self._walk_block([child], at.perhaps())
             else:
-                self._children(child, at)
+                self._walk_children(child, at)
 
-    def _short_circuit(self, node: ast.BoolOp, at: Spot) -> Values:
+    def _evaluate_bool_op(self, node: ast.BoolOp, at: Spot) -> Values:
         sides = []
         for part in node.values:
             sides.append(self.value(part, at))
-            true, false = self._branches(part, at)
-            at = self._still(true if isinstance(node.op, ast.And) else false)
+            true, false = self._split_branches(part, at)
+            at = self._drop_outdated(true if isinstance(node.op, ast.And) else false)
         return merged(*sides)
 
-    def _either(self, node: ast.IfExp, at: Spot) -> Values:
+    def _evaluate_conditional(self, node: ast.IfExp, at: Spot) -> Values:
         self.value(node.test, at)
-        true, false = self._branches(node.test, at)
+        true, false = self._split_branches(node.test, at)
         sides = []
         for part, branch in ((node.body, true), (node.orelse, false)):
-            branch = self._still(branch)
+            branch = self._drop_outdated(branch)
             if not conditions.impossible(branch.guards):
                 sides.append(self.symbolic(part, branch))
         return merged(*sides)
 
-    def _sequence(self, items: Sequence[ast.expr], at: Spot) -> Values:
+    def _evaluate_sequence(self, items: Sequence[ast.expr], at: Spot) -> Values:
         parts: list[Values] = []
         exact = True
         for item in items:
@@ -988,7 +1012,7 @@ class Walk(Lookup):
             parts.append(shallow(values))
         return frozenset({Container(tuple(parts), exact)}) if any(parts) else NOTHING
 
-    def _table(self, node: ast.Dict, at: Spot) -> Values:
+    def _evaluate_dict(self, node: ast.Dict, at: Spot) -> Values:
         pairs: dict[str, Values] = {}
         parts: list[Values] = []
         all_named = True
@@ -1012,17 +1036,21 @@ class Walk(Lookup):
                     all_named = False
         if not any(parts):
             return NOTHING
-        return _mapping(pairs) if all_named else frozenset({Container(tuple(parts), exact=False)})
+        return (
+            _build_mapping(pairs)
+            if all_named
+            else frozenset({Container(tuple(parts), exact=False)})
+        )
 
-    def _entry(self, node: ast.expr, values: Values, key: ast.expr, at: Spot) -> Values:
+    def _take_entry(self, node: ast.expr, values: Values, key: ast.expr, at: Spot) -> Values:
         """One entry of a container: the one at `key` if that is plain, else any of them."""
         results: list[Values] = []
         for value in values:
             match value:
                 case Container():
-                    results.append(_entry_of(value, key))
+                    results.append(_pick_entry(value, key))
                 case Items(index):
-                    text = self._constant_text(key, at.frame)
+                    text = self._find_constant_text(key, at.frame)
                     if text is not None:
                         results.append(self.part(frozenset({Args(index)}), text, node, at))
                 case Unknown() | Text():
@@ -1031,14 +1059,14 @@ class Walk(Lookup):
                     results.append(NOTHING)
         return merged(*results)
 
-    def _comprehension(self, node: _Comprehension, at: Spot) -> Values:
+    def _evaluate_comprehension(self, node: _Comprehension, at: Spot) -> Values:
         for generator in node.generators:
             values = self.value(generator.iter, at)
             at = at.perhaps()
             self._store(generator.target, entries(values), at)
             for test in generator.ifs:
                 self.value(test, at)
-                at = self._branches(test, at)[0]
+                at = self._split_branches(test, at)[0]
         if isinstance(node, ast.DictComp):
             self.value(node.key, at)
             element = node.value
@@ -1053,17 +1081,17 @@ class Walk(Lookup):
         for owner in owners:
             match owner:
                 case Args() if name in self.fields:
-                    self._read(name, node, at)
-                    results.append({Text(self._now(name))})
+                    self._record_read(name, node, at)
+                    results.append({Text(self._version_name(name))})
                 case Super(bound=bound, owner=after):
-                    results.append(self._properties(self.bound(bound, name, after), at))
+                    results.append(self._read_properties(self.bound(bound, name, after), at))
                 case Args():
-                    results.append(self._properties(self.bound(owner, name), at))
+                    results.append(self._read_properties(self.bound(owner, name), at))
                 case Object(key) | Class(key):
-                    methods = self._properties(self.bound(owner, name), at)
+                    methods = self._read_properties(self.bound(owner, name), at)
                     results.append(methods | self.stored(key, name))
                 case ModuleValue(module):
-                    results.append(self._of_module(module, name))
+                    results.append(self._find_in_module(module, name))
                 case Container():
                     # of what `with` gets from a generator, or of something that holds it
                     inner = contents({owner})
@@ -1076,12 +1104,12 @@ class Walk(Lookup):
         values = merged(*results)
         return values | {UNKNOWN} if values and UNKNOWN in owners else values
 
-    def _of_module(self, module: Module, name: str) -> Values:
+    def _find_in_module(self, module: Module, name: str) -> Values:
         values = self.named(module, name, None)
         submodule = None if values else self.sources.submodule(module, name)
         return values if submodule is None else frozenset({ModuleValue(submodule)})
 
-    def _properties(self, values: set[Value], at: Spot) -> Values:
+    def _read_properties(self, values: set[Value], at: Spot) -> Values:
         """The methods among `values` that are properties, read: what they return."""
         results: set[Value] = set()
         for value in values:
@@ -1109,11 +1137,11 @@ class Walk(Lookup):
             return values | {Function(owner, owner.functions[name])}
         if name in owner.classes:
             key = (owner, owner.classes[name])
-            self._referenced(key)
+            self._call_callback_methods(key)
             return values | {Class(key)}
-        return values | self._constant(owner, name)
+        return values | self._evaluate_constant(owner, name)
 
-    def _constant(self, module: Module, name: str) -> Values:
+    def _evaluate_constant(self, module: Module, name: str) -> Values:
         """A table or list of functions and classes on the level of a module."""
         key = (module, name)
         if key not in self._tables:
@@ -1121,7 +1149,7 @@ class Walk(Lookup):
             value = module.constants[name]
             if isinstance(value, _TABLES):
                 frame = Frame(module, self.shape(module.tree))
-                with self._silently():
+                with self._mute():
                     self._tables[key] = self.value(value, Spot(frame, ANYHOW))
         return self._tables[key]
 
@@ -1133,7 +1161,7 @@ class Walk(Lookup):
                 self._store_name(name, values, at.frame)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for index, inner in enumerate(targets):
-                    self._store(inner, _unpacked(values, index), at)
+                    self._store(inner, _unpack(values, index), at)
             case ast.Attribute(value=owner, attr=name):
                 for value in self.value(owner, at):
                     self._put(value, name, values)
@@ -1144,22 +1172,25 @@ class Walk(Lookup):
                 if own and isinstance(at.frame.bound, Args):
                     self.reshaped |= own
                 else:
-                    self._changed(owners)
+                    self._record_change(owners)
                 self._put_into(owner, values, at.frame)
 
     def _store_name(self, name: str, values: Values, frame: Frame) -> None:
-        if (frame.top or name in frame.shape.globals) and self.carries(values):
+        is_global = frame.top or name in frame.shape.globals
+        if is_global and self.carries(values):
             stored = self.globals.setdefault((frame.module, name), set())
             stored |= objects(values)
         if name in frame.shape.assigned:
             before = frame.env.get(name)
-            values = without_texts(values if before is None else merged(before, values))
+            if before is not None:
+                values = merged(before, values)
+            values = without_texts(values)
         frame.env[name] = values
 
     def _put(self, value: Value, name: str, values: Values) -> None:
         match value:
             case Args():
-                self._write(name)
+                self._record_write(name)
             case Object(key) | Class(key):
                 self.keep(key, name, values)
 
@@ -1167,27 +1198,29 @@ class Walk(Lookup):
         if not self.carries(values):
             return
         entry = listed(objects(values))
-        if isinstance(owner, ast.Name):
-            frame.env[owner.id] = (frame.find(owner.id) or NOTHING) | entry
-        elif isinstance(owner, ast.Attribute):
-            for value in self.value(owner.value, Spot(frame, ANYHOW)):
-                self._put(value, owner.attr, entry)
+        match owner:
+            case ast.Name(id=name):
+                before = frame.find(name) or NOTHING
+                frame.env[name] = before | entry
+            case ast.Attribute(value=holder, attr=name):
+                for value in self.value(holder, Spot(frame, ANYHOW)):
+                    self._put(value, name, entry)
 
 
-def _argument(name: str) -> str:
-    """The argument of a name in conditions; see `Walk._now`."""
+def _strip_version(name: str) -> str:
+    """The argument of a name in conditions; see `Walk._version_name`."""
     return name.partition("·")[0]
 
 
-def _arguments_in(text: str) -> set[str]:
-    return set(map(_argument, conditions.names(text)))
+def _find_arguments(text: str) -> set[str]:
+    return set(map(_strip_version, conditions.names(text)))
 
 
-def _all_passed(guards: Guards) -> bool:
+def _are_passed(guards: Guards) -> bool:
     return all(isinstance(text, Passed) for text in guards)
 
 
-def _root(node: ast.expr) -> ast.expr:
+def _find_root(node: ast.expr) -> ast.expr:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node
@@ -1241,7 +1274,7 @@ def _refuses(body: Sequence[ast.stmt]) -> bool:
     return not any(isinstance(node, _LEAVES) for node in inside)
 
 
-def _unpacked(values: Values, index: int) -> Values:
+def _unpack(values: Values, index: int) -> Values:
     """What the target at `index` gets of a value that is unpacked."""
     parts: list[Values] = []
     for value in values:
@@ -1257,7 +1290,7 @@ def _unpacked(values: Values, index: int) -> Values:
     return merged(*parts)
 
 
-def _entry_of(container: Container, key: ast.expr) -> Values:
+def _pick_entry(container: Container, key: ast.expr) -> Values:
     items = container.items
     match key:
         case ast.Constant(value=int() as index):
@@ -1268,7 +1301,7 @@ def _entry_of(container: Container, key: ast.expr) -> Values:
     return contents({container}) | {UNKNOWN}
 
 
-def _mapping(pairs: Mapping[str, Values]) -> Values:
+def _build_mapping(pairs: Mapping[str, Values]) -> Values:
     return frozenset({Container(tuple(pairs.values()), exact=False, keys=tuple(pairs))})
 
 

@@ -27,7 +27,7 @@ def parameters_by_key(
     module = sources.module(where)
     if module is None:
         return {}
-    changed = _changed_names(module)
+    changed = _find_changed_names(module)
     tables = {}
     for name in names:
         table = module.constants.get(name)
@@ -35,7 +35,7 @@ def parameters_by_key(
             continue
         keys = [sources.evaluate(module, key) for key in table.keys]
         if all(isinstance(key, str) for key in keys):
-            functions = [_parameters(sources, module, value) for value in table.values]
+            functions = [_list_parameters(sources, module, value) for value in table.values]
             tables[name] = dict(zip(keys, functions, strict=True))
     return tables
 
@@ -56,7 +56,7 @@ def sized_configs(sources: Sources, where: str, name: str) -> set[str]:
     return configs
 
 
-def _changed_names(module: Module) -> set[str]:
+def _find_changed_names(module: Module) -> set[str]:
     names = set()
     for node in ast.walk(module.tree):
         match node:
@@ -69,7 +69,7 @@ def _changed_names(module: Module) -> set[str]:
     return names
 
 
-def _parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
+def _list_parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
     """The parameters of a function that stands alone or first in a tuple; `**` for any others."""
     if isinstance(node, ast.Tuple) and node.elts:
         node = node.elts[0]

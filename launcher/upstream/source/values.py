@@ -267,17 +267,17 @@ def listed(values: Iterable[Value]) -> Values:
 
 def shallow(values: Values) -> Values:
     """The values, those that are nested deeply without their structure: nothing grows for ever."""
-    if any(_depth(value) > _MAX_DEPTH for value in values):
+    if any(_measure_depth(value) > _MAX_DEPTH for value in values):
         return listed(values)
     return values
 
 
-def _depth(value: Value) -> int:
+def _measure_depth(value: Value) -> int:
     match value:
         case Container(items=items):
-            return 1 + max((_depth(inner) for part in items for inner in part), default=0)
+            return 1 + max((_measure_depth(inner) for part in items for inner in part), default=0)
         case Function(bound=Value() as bound):
-            return 1 + _depth(bound)
+            return 1 + _measure_depth(bound)
     return 0
 
 
@@ -444,7 +444,7 @@ class Lookup:
     def literal(self, module: Module, node: ast.expr) -> ast.Constant | ast.Tuple | None:
         """A constant or a member of an enum, by its value; several of them as a tuple."""
         if isinstance(node, ast.Attribute):
-            return self._literal_of_attribute(module, node)
+            return self._find_literal_attribute(module, node)
         if isinstance(node, ast.Name):
             origin = self.sources.resolve(module, node.id)
             if origin is None or origin[1] in self.shape(origin[0].tree).globals:
@@ -460,14 +460,16 @@ class Lookup:
             return None
         return ast.Constant(value)
 
-    def _literal_of_attribute(
+    def _find_literal_attribute(
         self, module: Module, node: ast.Attribute
     ) -> ast.Constant | ast.Tuple | None:
         owner = self.sources.module_of(module, node.value)
         if owner is not None:
             return self.literal(owner, ast.Name(node.attr, ast.Load()))
         members = self.members(module, node.value)
-        member = None if members is None else members.get(node.attr)
+        if members is None:
+            return None
+        member = members.get(node.attr)
         return ast.Constant(member) if isinstance(member, str | int | float) else None
 
     def members(self, module: Module, node: ast.expr) -> dict[str, Any] | None:
@@ -479,10 +481,10 @@ class Lookup:
         """What a parameter holds by its annotation: a parsed dataclass, or a base of one."""
         if parameter.annotation is None:
             return NOTHING
-        return self._by_annotation(parameter.annotation, module)
+        return self._find_annotated_arguments(parameter.annotation, module)
 
     @remembered
-    def _by_annotation(self, node: ast.expr, module: Module) -> Values:
+    def _find_annotated_arguments(self, node: ast.expr, module: Module) -> Values:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = conditions.parsed(node.value)
         values: set[Value] = set()

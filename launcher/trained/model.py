@@ -89,7 +89,7 @@ def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
         return None
     path = Path(os.path.abspath(folder))
     run = writer_of(path)
-    return _described(path, run, base)
+    return _describe_model(path, run, base)
 
 
 def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
@@ -105,20 +105,20 @@ def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
         )
     why = why_unfinished(run)
     if why is not None:
-        raise _no_final_model(run, manifest, output, why)
+        raise _explain_missing_model(run, manifest, output, why)
     folder = final_folder(manifest, output)
     if not _has_config(folder):
-        raise _no_final_model(run, manifest, output, f"{folder} holds no model any more")
-    return _described(folder, run, base)
+        raise _explain_missing_model(run, manifest, output, f"{folder} holds no model any more")
+    return _describe_model(folder, run, base)
 
 
-def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
+def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
     fault = checkpoints.model_fault(path)
     if fault is not None:
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
     is_adapter = model_files.is_adapter(path)
     manifest = Manifest() if run is None else rundir.read_manifest(run)
-    base = base or _recorded_base(manifest)
+    base = base or _find_recorded_base(manifest)
     if base is None and is_adapter:
         name = model_files.adapter_base(path)
         if name is not None:
@@ -145,7 +145,7 @@ def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedM
     )
 
 
-def _recorded_base(manifest: Manifest) -> Base | None:
+def _find_recorded_base(manifest: Manifest) -> Base | None:
     """The model that a run started from; a relative name starts where launch was started."""
     name = manifest.argument("model_name_or_path")
     if not isinstance(name, str) or not name:
@@ -218,13 +218,13 @@ def verdict_of(run: RunFolder) -> Mapping[str, Any]:
     return judge.judge_run(run).verdict.as_json()
 
 
-def _no_final_model(run: RunFolder, manifest: Manifest, output: Path, why: str) -> NotReady:
+def _explain_missing_model(run: RunFolder, manifest: Manifest, output: Path, why: str) -> NotReady:
     message = f"{run.path.name} has no final model: {why}"
-    help = "; ".join(_instead(manifest, output)) or "launch runs lists the others"
+    help = "; ".join(_suggest_alternatives(manifest, output)) or "launch runs lists the others"
     return not_ready("no-final-model", message, help, file=str(output))
 
 
-def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
+def _suggest_alternatives(manifest: Manifest, output: Path) -> Iterator[str]:
     """What to do without a final model: load a checkpoint, or continue."""
     saved: list[Checkpoint] = []
     if manifest.backend in BACKENDS:
@@ -233,16 +233,16 @@ def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
         checkpoint for checkpoint in saved if checkpoints.model_fault(checkpoint.path) is None
     ]
     if loadable:
-        yield f"checkpoints that can be loaded: {_names(loadable)}"
+        yield f"checkpoints that can be loaded: {_join_names(loadable)}"
         yield f"launch chat {shown(loadable[-1].path)}"
     elif saved:
-        yield f"its checkpoints hold training states, no model: {_names(saved)}"
+        yield f"its checkpoints hold training states, no model: {_join_names(saved)}"
     else:
         yield "it has saved no checkpoint"
     yield "the command that started it continues it"
 
 
-def _names(listed: list[Checkpoint]) -> str:
+def _join_names(listed: list[Checkpoint]) -> str:
     return ", ".join(checkpoint.name for checkpoint in listed[-_SHOWN:])
 
 
@@ -271,7 +271,7 @@ def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) 
 def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
     if named is not None or os.environ.get("LAUNCH_PYTHON"):
         return python.find_trainer(named, None)
-    recorded = _recorded_python(model)
+    recorded = _find_recorded_python(model)
     if recorded is not None:
         return python.ask_trainer(recorded, "the Python that trained it")
     return python.find_trainer(None, None)
@@ -297,7 +297,7 @@ def _is_own(run: RunFolder | None) -> bool:
     )
 
 
-def _recorded_python(model: TrainedModel) -> Path | None:
+def _find_recorded_python(model: TrainedModel) -> Path | None:
     """The Python that a run's record names; None where it is gone, or where others could have
     written that.
     """

@@ -166,27 +166,27 @@ def evaluate(
         if runner.is_alive(folder.path):
             # left by a pipeline that was killed: nobody reads its result
             runner.end_orphans(folder, runner.GRACE_S, max(1, folder.attempts()))
-        key = _key_of(evaluation)
-        earlier = _measured_before(evaluation, key)
+        key = _compute_key(evaluation)
+        earlier = _find_measurement(evaluation, key)
         if earlier is not None:
             gates = _judge_again(earlier, evaluation)
-            return _write(evaluation, replace(earlier, attempt=attempt, gates=gates))
-        return _run(evaluation, chosen, attempt, key)
+            return _write_record(evaluation, replace(earlier, attempt=attempt, gates=gates))
+        return _run_command(evaluation, chosen, attempt, key)
 
 
 def is_finished(evaluation: PlannedEvaluation) -> bool:
     """Whether the same command has measured the same model before."""
-    return _measured_before(evaluation, _key_of(evaluation)) is not None
+    return _find_measurement(evaluation, _compute_key(evaluation)) is not None
 
 
-def _measured_before(evaluation: PlannedEvaluation, key: str) -> EvaluationRecord | None:
+def _find_measurement(evaluation: PlannedEvaluation, key: str) -> EvaluationRecord | None:
     record = records.read_evaluation(evaluation.run)
     if record is not None and record.state == "measured" and record.key == key:
         return record
     return None
 
 
-def _key_of(evaluation: PlannedEvaluation) -> str:
+def _compute_key(evaluation: PlannedEvaluation) -> str:
     model = fingerprint.of_model(str(evaluation.model)).digest
     tokenizer = fingerprint.of_tokenizer(str(evaluation.model)).digest
     place = evaluation.metrics
@@ -195,7 +195,7 @@ def _key_of(evaluation: PlannedEvaluation) -> str:
     return experiment.key_of([evaluation.argv, pattern, model, tokenizer])
 
 
-def _run(
+def _run_command(
     evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int, key: str
 ) -> EvaluationRecord:
     folder = evaluation.folder
@@ -212,7 +212,7 @@ def _run(
         began=rundir.utc_now(),
         log=str(folder.console(number)),
     )
-    _write(evaluation, record)
+    _write_record(evaluation, record)
     place = evaluation.metrics
     before = None if place is None else scores.snapshot(place)
     environ = evaluation.environment(chosen)
@@ -226,7 +226,7 @@ def _run(
     except NotReady as error:
         message = str(error.findings[0].message)
         crashed = replace(record, state="crashed", ended=rundir.utc_now(), reason=message)
-        _write(evaluation, crashed)
+        _write_record(evaluation, crashed)
         raise
     record = replace(
         record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode
@@ -242,11 +242,11 @@ def _run(
     elif place is None or before is None:
         record = replace(record, state="measured")
     else:
-        record = _with_scores(evaluation, record, before, place)
-    return _write(evaluation, record)
+        record = _add_scores(evaluation, record, before, place)
+    return _write_record(evaluation, record)
 
 
-def _with_scores(
+def _add_scores(
     evaluation: PlannedEvaluation,
     record: EvaluationRecord,
     before: scores.Snapshot,
@@ -298,7 +298,7 @@ def _judge_again(
     return scores.judge_scores(measured, evaluation.spec.expect)
 
 
-def _write(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
+def _write_record(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
     content = evaluation.redactor.redact(record.as_json())
     with rundir.writing(evaluation.folder.path):
         files.write_json(records.record_file(evaluation.run), content)

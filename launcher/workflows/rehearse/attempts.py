@@ -120,7 +120,7 @@ class Attempts:
                 return response
             if refusal is None:
                 return response
-            obstacle = _obstacle(refusal)
+            obstacle = _find_obstacle(refusal)
             if obstacle is not None:
                 self.findings.append(obstacle)
                 return response
@@ -212,7 +212,7 @@ class Attempts:
         if self.ask(self.whole, only_parses=True).refusal is not None:
             return
         if refusal.by_launch:
-            self.findings.append(_own_failure(refusal))
+            self.findings.append(_report_own_failure(refusal))
             return
         culprits = self.causes(response, whole, list(left_out))
         self.findings.append(self.refusal(response, culprits))
@@ -351,7 +351,7 @@ def seen_rows(response: ServerResponse) -> PreparedRows | None:
     return response.rows
 
 
-def _obstacle(refusal: ErrorRecord) -> Finding | None:
+def _find_obstacle(refusal: ErrorRecord) -> Finding | None:
     """A finding about what is no refusal: no room for a rehearsal, or a failure of launch."""
     what = None
     if refusal.type == "MemoryError":
@@ -363,10 +363,10 @@ def _obstacle(refusal: ErrorRecord) -> Finding | None:
     if what is not None:
         message = f"{what} for a rehearsal: {described(refusal)}"
         return launch_finding("error", "rehearsal-no-room", message, help)
-    return _own_failure(refusal) if refusal.by_launch else None
+    return _report_own_failure(refusal) if refusal.by_launch else None
 
 
-def _own_failure(refusal: ErrorRecord) -> Finding:
+def _report_own_failure(refusal: ErrorRecord) -> Finding:
     """What is wrong with launch, and not with the stage."""
     message = f"launch could not rehearse this: {described(refusal)}"
     help = (

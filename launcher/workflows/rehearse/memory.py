@@ -27,25 +27,25 @@ _MOST_FILES = 1000
 def recall(judged: Judged, trainer: Trainer) -> Rehearsal | None:
     """The result of the same rehearsal; None where there was none."""
     with contextlib.suppress(codec.Misfit):
-        return codec.read_record(Rehearsal, read_json(_path(judged, trainer)))
+        return codec.read_record(Rehearsal, read_json(_compute_path(judged, trainer)))
     return None
 
 
 def keep(judged: Judged, trainer: Trainer, result: Rehearsal) -> None:
     """Remember a rehearsal if the cache can be written."""
-    path = _path(judged, trainer)
+    path = _compute_path(judged, trainer)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(result))
 
 
-def _path(judged: Judged, trainer: Trainer) -> Path:
-    parts = json.dumps(list(_parts(judged, trainer)), sort_keys=True, default=str)
+def _compute_path(judged: Judged, trainer: Trainer) -> Path:
+    parts = json.dumps(list(_list_dependencies(judged, trainer)), sort_keys=True, default=str)
     name = hashlib.sha256(parts.encode()).hexdigest()[:32]
     return cache_home() / "rehearsals" / f"{name}.json"
 
 
-def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
+def _list_dependencies(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     """Whatever a rehearsal depends on, this package among it."""
     assert judged.schema is not None and judged.upstream is not None and judged.options is not None
     args = judged.config.args
@@ -57,32 +57,32 @@ def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     yield [
         [finding.code, finding.key] for finding in judged.findings if finding.severity == "error"
     ]
-    yield _state(Path(__file__).parent)
-    for text in _texts(whole.kept):
+    yield _read_file_state(Path(__file__).parent)
+    for text in _walk_texts(whole.kept):
         if is_hub_name(text):
             yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
-        yield _state(Path(os.path.expanduser(text)))
+        yield _read_file_state(Path(os.path.expanduser(text)))
     mixed = mixture.of_values(whole.kept, os.environ)
     if mixed is not None:
-        yield [_state(Path(name)) for name in mixed.names()]
+        yield [_read_file_state(Path(name)) for name in mixed.names()]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _walk_texts(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
         for below in value:
-            yield from _texts(below)
+            yield from _walk_texts(below)
     elif isinstance(value, str):
         yield value
 
 
-def _state(path: Path) -> Any:
+def _read_file_state(path: Path) -> Any:
     """What no write leaves as it is of a local file; of a folder the states of the files in it."""
     with contextlib.suppress(OSError, ValueError):
         if is_dir(path):
             below = sorted(path.rglob("*"))[:_MOST_FILES]
-            return [_state(file) for file in below if is_file(file)]
+            return [_read_file_state(file) for file in below if is_file(file)]
         status = path.stat()
         return [str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     return None

@@ -41,17 +41,17 @@ def of_trainer(
 def about_rows(rows: PreparedRows, entry: Entry, data_key: str) -> Iterator[Finding]:
     """`data_key` is the key that names the data."""
     for dropping in rows.dropped:
-        yield _about_dropped(dropping, rows, entry, data_key)
-    which = _which(rows)
+        yield _report_dropped(dropping, rows, entry, data_key)
+    which = _name_rows(rows)
     if rows.empty:
         message = f"{rows.empty / rows.rows:.0%} of {which} have no token"
-        yield of_trainer(_severity(rows.empty, rows), "empty-rows", message, key=data_key)
+        yield of_trainer(_choose_severity(rows.empty, rows), "empty-rows", message, key=data_key)
     if rows.masked > rows.empty:
         message = f"{rows.masked / rows.rows:.0%} of {which} have no token that counts in the loss"
         help = (
             "an answer that is cut off, or a chat template without the markers that masking needs"
         )
-        severity = _severity(rows.masked, rows)
+        severity = _choose_severity(rows.masked, rows)
         yield of_trainer(severity, "nothing-to-learn", message, help, key=data_key)
     length = entry.names.max_length
     if rows.cut >= _MUCH * rows.rows:
@@ -66,11 +66,11 @@ def about_rows(rows: PreparedRows, entry: Entry, data_key: str) -> Iterator[Find
             yield of_trainer("warning", "no-end-token", message, help, key=data_key)
 
 
-def _severity(count: int, rows: PreparedRows) -> Severity:
+def _choose_severity(count: int, rows: PreparedRows) -> Severity:
     return "error" if count == rows.rows else "warning"
 
 
-def _which(rows: PreparedRows, count: int | None = None) -> str:
+def _name_rows(rows: PreparedRows, count: int | None = None) -> str:
     """The rows that were rehearsed, in words: the first ones, unless others were added."""
     number = "" if count is None else f"{count:,} "
     if rows.further:
@@ -78,12 +78,12 @@ def _which(rows: PreparedRows, count: int | None = None) -> str:
     return f"the first {number}rows"
 
 
-def _about_dropped(
+def _report_dropped(
     dropping: FilterPass, rows: PreparedRows, entry: Entry, data_key: str
 ) -> Finding:
     """Rows that the trainer leaves out, by the sizes of its own data set before and after."""
     length = entry.names.max_length
-    where = _which(rows, dropping.before)
+    where = _name_rows(rows, dropping.before)
     # open-instruct repeats the rows of a set of which more are wanted than it has
     if rows.total == dropping.before:
         where = f"{dropping.before:,} rows"

@@ -120,7 +120,14 @@ class Space:
     fixed: dict[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        choosers = (_attention, _packing, _liger, _per_device, _checkpointing, _deepspeed)
+        choosers = (
+            _choose_attention,
+            _choose_packing,
+            _choose_liger,
+            _choose_per_device,
+            _choose_checkpointing,
+            _choose_deepspeed,
+        )
         for name, choose in zip(ORDER, choosers, strict=True):
             choice = choose(self)
             if isinstance(choice, str):
@@ -185,12 +192,12 @@ class Space:
             changed[lever.key] = value
             if lever.key == f"args.{_BUDGET}":
                 changed[lever.key] = 0.5 if value else 1.0
-            state = self._expectation(lever.name, value)
+            state = self._expect_of_lever(lever.name, value)
             if state is not None:
                 changed[f"expect.{lever.name}"] = state
-        return changed | self._batch(settings)
+        return changed | self._split_batch(settings)
 
-    def _expectation(self, name: str, value: Setting) -> str | None:
+    def _expect_of_lever(self, name: str, value: Setting) -> str | None:
         """What the file must expect of a lever with this value, if not what it expects."""
         expected = self.plan.stage.options.expect.get(name)
         if name == "attention":
@@ -205,7 +212,7 @@ class Space:
         on, off = SWITCHED[name]
         return on if value else off
 
-    def _batch(self, settings: Settings) -> dict[str, Any]:
+    def _split_batch(self, settings: Settings) -> dict[str, Any]:
         """The split of the global batch, by the keys that the file has for it."""
         plan = self.plan
         per_device = int(settings.get("per_device", plan.per_device))
@@ -230,7 +237,7 @@ class Space:
     def overrides(self, settings: Settings) -> tuple[str, ...]:
         return tuple(f"{key}={spelt(value)}" for key, value in self.changes(settings).items())
 
-    def _stage(self, settings: Settings) -> Stage:
+    def _apply_settings(self, settings: Settings) -> Stage:
         """The stage with these settings; the file is not read again for each of hundreds."""
         stage = self.plan.stage
         changed = self.changes(settings)
@@ -254,21 +261,21 @@ class Space:
         """The plan of these settings. Raises InvalidConfig if it cannot be split."""
         if settings == self.base:
             return self.plan
-        stage = self._stage(settings)
+        stage = self._apply_settings(settings)
         return plans.make(stage, gpus=self.plan.gpus, nodes=self.plan.nodes, packages=self.packages)
 
     def grid(self) -> Iterator[Candidate]:
         """Every setting that can be planned, the file's own among them."""
         for settings in self.settings():
-            candidate = self._estimated(settings)
+            candidate = self._estimate_candidate(settings)
             if candidate is not None:
                 yield candidate
 
     def candidate(self, settings: Settings) -> Candidate:
         """One setting, whether it can be planned or not."""
-        return self._estimated(settings) or Candidate(settings=settings)
+        return self._estimate_candidate(settings) or Candidate(settings=settings)
 
-    def _estimated(self, settings: Settings) -> Candidate | None:
+    def _estimate_candidate(self, settings: Settings) -> Candidate | None:
         try:
             whole = self.footprint(settings)
         except InvalidConfig:
@@ -276,8 +283,8 @@ class Space:
         trial = replace(whole, plan=replace(whole.plan, steps=self.steps))
         return Candidate(
             settings=settings,
-            peak=_peak(whole),
-            short=_peak(trial),
+            peak=_estimate_peak(whole),
+            short=_estimate_peak(trial),
             seconds=speed.step_seconds(whole, self.card),
             tokens=whole.tokens.real,
         )
@@ -294,7 +301,7 @@ class Space:
         return {"levers": [asdict(lever) for lever in self.levers], "fixed": dict(self.fixed)}
 
 
-def _peak(setting: Footprint) -> float | None:
+def _estimate_peak(setting: Footprint) -> float | None:
     try:
         return peak.estimate(setting.setup()).peak
     except InvalidConfig:
@@ -309,7 +316,7 @@ def _trains_adapters(plan: Plan) -> bool:
     return any(plan.values.get(name) for name in ("use_lora", "use_qlora", "use_peft"))
 
 
-def _attention(space: Space) -> Choice:
+def _choose_attention(space: Space) -> Choice:
     plan = space.plan
     entry = plan.stage.entry
     has_flash = "flash-attn" in space.packages
@@ -336,7 +343,7 @@ def _attention(space: Space) -> Choice:
     )
 
 
-def _packing(space: Space) -> Choice:
+def _choose_packing(space: Space) -> Choice:
     values = space.plan.values
     entry = space.plan.stage.entry
     names = entry.names
@@ -376,7 +383,7 @@ def _keeps_tokens(space: Space, limit: int, *, packed: bool) -> bool:
     return abs(tokens / tokens_before - 1) <= _ROUNDING
 
 
-def _liger(space: Space) -> Choice:
+def _choose_liger(space: Space) -> Choice:
     plan = space.plan
     name = plan.stage.entry.names.liger
     if name is None or name not in plan.values:
@@ -391,7 +398,7 @@ def _liger(space: Space) -> Choice:
     return Lever(name="liger", key=f"args.{name}", now=now, values=_ON_OFF)
 
 
-def _per_device(space: Space) -> Choice:
+def _choose_per_device(space: Space) -> Choice:
     plan = space.plan
     if plan.stage.entry.takes_one_row(plan.values):
         return "packed, dpo.py computes one row a GPU in a step, whatever it holds"
@@ -401,7 +408,7 @@ def _per_device(space: Space) -> Choice:
     return Lever(name="per_device", now=plan.per_device, values=values)
 
 
-def _checkpointing(space: Space) -> Choice:
+def _choose_checkpointing(space: Space) -> Choice:
     plan = space.plan
     values = plan.values
     entry = plan.stage.entry
@@ -425,7 +432,7 @@ def _checkpointing(space: Space) -> Choice:
     return Lever(name="checkpointing", key=f"args.{key}", now=now, values=_ON_OFF)
 
 
-def _deepspeed(space: Space) -> Choice:
+def _choose_deepspeed(space: Space) -> Choice:
     plan = space.plan
     if not plan.gpus:
         return "DeepSpeed is left out on the CPU"
@@ -472,9 +479,9 @@ def write(
     changed = space.overrides(settings)
     tuned = load.load(source, (*requested, *changed)) if changed else stage.config
     if stage.config.shape == "stage":
-        values["extends"] = _relative(source, place)
+        values["extends"] = _make_relative(source, place)
         written = load.load(source) if requested else stage.config
-        values |= _differences(written, tuned)
+        values |= _find_differences(written, tuned)
     else:
         values |= {"stage": stage.options.stage, "backend": stage.options.backend, **tuned.options}
         # the wrapped shape's own key; elsewhere `--gpus` says it
@@ -487,7 +494,7 @@ def write(
         and "deepspeed" not in settings
     ):
         # a file beside the old stage file is not beside this one
-        values["deepspeed"] = _relative(zero, place)
+        values["deepspeed"] = _make_relative(zero, place)
     redactor = stage.config.redactor
     # a path may hold what ends a comment
     lines = [_LINE_ENDS.sub(" ", line) for line in redactor.redact(head)]
@@ -515,23 +522,23 @@ def require_own(place: Path, source: Path) -> None:
         raise usage("would-overwrite", message, "another name with -o")
 
 
-def _relative(target: Path, place: Path) -> str:
+def _make_relative(target: Path, place: Path) -> str:
     return os.path.relpath(target.resolve(), place.absolute().parent.resolve())
 
 
-def _differences(written: Config, tuned: Config) -> dict[str, Any]:
+def _find_differences(written: Config, tuned: Config) -> dict[str, Any]:
     """The keys by which a file that extends `written` comes to `tuned`."""
-    changed = _changed(written.options, tuned.options)
+    changed = _select_changed(written.options, tuned.options)
     for key in _NESTED:
         before = written.options.get(key)
         if isinstance(changed.get(key), dict) and isinstance(before, dict):
-            changed[key] = _changed(before, changed[key])
-    args = _changed(written.args, tuned.args)
+            changed[key] = _select_changed(before, changed[key])
+    args = _select_changed(written.args, tuned.args)
     if args:
         changed["args"] = args
     return changed
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _select_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     missing = object()
     return {key: value for key, value in after.items() if before.get(key, missing) != value}

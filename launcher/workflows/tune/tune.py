@@ -156,14 +156,14 @@ class Tuning:
             "shape": self.space.shape.source,
             **self.space.as_json(),
             "grid": self.search.summary(),
-            "trials": [self._trial_json(run) for run in self.search.runs],
-            "best": None if best is None else self._best_json(best),
+            "trials": [self._render_trial(run) for run in self.search.runs],
+            "best": None if best is None else self._render_best(best),
             "proposal": None if self.place is None else str(self.place),
             "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
             "folder": str(self.folder),
         }
 
-    def _trial_json(self, trial: Trial) -> dict[str, Any]:
+    def _render_trial(self, trial: Trial) -> dict[str, Any]:
         candidate = trial.candidate
         return {
             "name": trial.sample.variant,
@@ -185,7 +185,7 @@ class Tuning:
             "sample": trial.sample.as_json(),
         }
 
-    def _best_json(self, best: SettingRuns) -> dict[str, Any]:
+    def _render_best(self, best: SettingRuns) -> dict[str, Any]:
         row = self.row(best)
         first = self.search.first
         as_written = None
@@ -237,12 +237,12 @@ def prepare_tuning(
     if output is not None:
         space.require_own(output, request.config)
     resolved = collect.collect(require_gpu(request, cpu=cpu), Scope.START)
-    card = _smallest_card(resolved)
+    card = _find_smallest_card(resolved)
     packages = resolved.trainer.packages
     plan = check.require(resolved, output=Path("model"))
     rows = forecast.row_lengths(plan, packages, forecast.ForecastOptions(row_tokens=row_tokens))
     shape = footprint.shape_of(plan)
-    attention = _attention(plan, packages)
+    attention = _resolve_attention(plan, packages)
     levers = Space(
         plan=plan,
         packages=packages,
@@ -265,7 +265,7 @@ def prepare_tuning(
     )
 
 
-def _smallest_card(resolved: Facts) -> Card:
+def _find_smallest_card(resolved: Facts) -> Card:
     """The card with the least memory among those that trials get, even if they are in use now.
 
     A killed command's trial may use them; `opened` ends it and looks again.
@@ -273,7 +273,7 @@ def _smallest_card(resolved: Facts) -> Card:
     if not resolved.gpus:
         return CPU
     look = resolved.look or devices.survey_devices(os.environ)
-    chosen = _choose(replace(resolved, look=replace(look, uses={})))
+    chosen = _choose_gpus(replace(resolved, look=replace(look, uses={})))
     slots = chosen.slots if chosen else ()
     if not slots:
         return CPU
@@ -281,7 +281,7 @@ def _smallest_card(resolved: Facts) -> Card:
     return card_of(slots[0].gpu.name, min(memory, default=None))
 
 
-def _attention(plan: Plan, packages: Mapping[str, str]) -> str:
+def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
     """What the file's own attention comes to on this machine."""
     takes_best = plan.values.get("attn_implementation") is None and plan.stage.entry.best_attention
     if not plan.gpus or (takes_best and "flash-attn" not in packages):
@@ -299,12 +299,12 @@ def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     name = tuning.request.config.stem
     series = experiment.Campaign(kind="tune", key=tuning.key, name=name, root=root)
     with series.opened(fresh=fresh) as tuning.folder:
-        _choose(tuning.resolved.look_again())
+        _choose_gpus(tuning.resolved.look_again())
         tuning.take_up(rundir.read_json(tuning.folder / FILE))
         yield tuning
 
 
-def _choose(resolved: Facts) -> devices.Devices | None:
+def _choose_gpus(resolved: Facts) -> devices.Devices | None:
     """The GPUs that a trial would get, None on the CPU. Raises NotReady if it cannot get them."""
     if not resolved.gpus:
         return None
@@ -320,7 +320,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None]) -> Exit:
     The record is written after each. An interrupt ends the search, any other failure its trial.
     """
     tuning.write()
-    for line in _beginning(tuning):
+    for line in _describe_search(tuning):
         show(line)
     before = len(tuning.search.runs)
     with experiment.interruptible() as stop:
@@ -335,7 +335,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None]) -> Exit:
     tuning.state = "finished"
     best = tuning.chosen
     if best is not None:
-        _propose(tuning, best)
+        _write_proposal(tuning, best)
     tuning.write()
     if tuning.place:
         return Exit.OK
@@ -345,9 +345,9 @@ def run(tuning: Tuning, *, show: Callable[[str], None]) -> Exit:
     return Exit.TRAINING
 
 
-def _propose(tuning: Tuning, best: SettingRuns) -> None:
+def _write_proposal(tuning: Tuning, best: SettingRuns) -> None:
     place = tuning.output or tuning.folder / "tuned.yaml"
-    head = _head(tuning, best, place)
+    head = _render_head(tuning, best, place)
     settings = best.candidate.settings
     try:
         space.write(place, tuning.space, settings, head=head, requested=tuning.request.overrides)
@@ -370,13 +370,13 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         if candidate is None:
             return
         show(f"trial {len(search.runs) + 1}: {candidate.why}")
-        trial = _try(tuning, candidate, left)
+        trial = _try_candidate(tuning, candidate, left)
         speed = f"{trial.speed:,.0f} tokens/s per GPU, " if trial.speed else ""
         show(f"  {speed}{trial.learned} ({trial.sample.seconds:.0f} s)")
         tuning.write()
 
 
-def _try(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Trial:
+def _try_candidate(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Trial:
     search = tuning.search
     start = time.monotonic()
     earlier = search.runs_of(candidate)
@@ -395,7 +395,7 @@ def _try(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Trial:
     )
     if sample.cause == "refused":
         # GPUs that another process took say nothing of the setting
-        _choose(tuning.resolved.look_again())
+        _choose_gpus(tuning.resolved.look_again())
     unproved = tuple(point for point in sample.unproved if point in _POINTS)
     # preparing it counts too
     seconds = max(sample.seconds, time.monotonic() - start)
@@ -441,10 +441,10 @@ def judge_candidate(
     )
 
 
-def _beginning(tuning: Tuning) -> list[str]:
+def _describe_search(tuning: Tuning) -> list[str]:
     levers = []
     for lever in tuning.space.levers:
-        levers.append(f"{lever.name} ({', '.join(map(_value, lever.values))})")
+        levers.append(f"{lever.name} ({', '.join(map(_format_value, lever.values))})")
     counts = tuning.search.summary()
     card = tuning.space.card
     room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
@@ -470,11 +470,11 @@ def ending(tuning: Tuning) -> list[str]:
         return [f"nothing to propose: {tuning.search.stopped}", record]
     command = "not written; the same command with another -o does no trial twice"
     if tuning.place:
-        command = _command(tuning, tuning.place)
-    return [*_summary(tuning, best), record, f"tuned: {command}"]
+        command = _format_command(tuning, tuning.place)
+    return [*_summarize_best(tuning, best), record, f"tuned: {command}"]
 
 
-def _head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
+def _render_head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     on = "the CPU"
     if tuning.plan.gpus:
         on = f"{tuning.plan.gpus} x {tuning.space.card.name or 'GPU'}"
@@ -482,13 +482,13 @@ def _head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     count = len(tuning.search.runs)
     return [
         f"{name} on {on}, {count} trials of {tuning.space.steps} steps.",
-        f"  {_command(tuning, place)}",
-        *_summary(tuning, best),
+        f"  {_format_command(tuning, place)}",
+        *_summarize_best(tuning, best),
         f"Every trial: {tuning.folder / FILE}",
     ]
 
 
-def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
+def _summarize_best(tuning: Tuning, best: SettingRuns) -> list[str]:
     """The figures of the best setting, and its changes, each with what it was."""
     row = tuning.row(best)
     first = tuning.search.first
@@ -507,18 +507,18 @@ def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
     changes = []
     for name in best.candidate.differing(base):
         words = space.described(name, best.candidate.settings[name])
-        changes.append(f"{words} (was {_value(base.settings.get(name, 'as it is'))})")
+        changes.append(f"{words} (was {_format_value(base.settings.get(name, 'as it is'))})")
     if not changes:
         changes = ["nothing that was tried is faster than the file as it is written"]
     return [f"{figures}.", *changes]
 
 
-def _command(tuning: Tuning, place: Path) -> str:
+def _format_command(tuning: Tuning, place: Path) -> str:
     stage = tuning.plan.stage.options.stage
     return f"launch {stage} {shlex.quote(str(place))} --gpus {tuning.plan.gpus}"
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)

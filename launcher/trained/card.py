@@ -304,12 +304,16 @@ def _render_training(run: Run) -> str:
     add("tokens", sum(tokens) or None)
     add("tokens/s", measured["tokens_per_second"])
     add("peak memory", measured["peak_gib"], " GiB a GPU")
-    if measured["hours"] is not None:
-        rows.append(("time", format_clock(round(measured["hours"] * 3600))))
-    if plan.get("gpus") is not None:
-        rows.append(("GPUs", _describe_gpus(plan["gpus"], as_list(machine.get("gpus")))))
-    if (plan.get("nodes") or 1) > 1:
-        rows.append(("nodes", plan["nodes"]))
+    hours = measured["hours"]
+    if hours is not None:
+        rows.append(("time", format_clock(round(hours * 3600))))
+    gpus = plan.get("gpus")
+    if gpus is not None:
+        cards = as_list(machine.get("gpus"))
+        rows.append(("GPUs", _describe_gpus(gpus, cards)))
+    nodes = plan.get("nodes") or 1
+    if nodes > 1:
+        rows.append(("nodes", nodes))
     if run.manifest.get("deepspeed"):
         rows.append(("DeepSpeed", "yes"))
     return _render_part("Training", ("", ""), rows)
@@ -339,7 +343,8 @@ def _render_losses(run: Run) -> str:
         return ""
     last = len(places) - 1
     count = min(_LOSSES, len(places))
-    chosen = sorted({places[round(last * nth / max(1, count - 1))] for nth in range(count)})
+    intervals = max(1, count - 1)
+    chosen = sorted({places[round(last * nth / intervals)] for nth in range(count)})
     names = {"loss": "loss", "eval_loss": "validation loss"}
     if run.stage in PAIRED:
         names |= {"rewards/margins": "reward margin", "rewards/accuracies": "reward accuracy"}

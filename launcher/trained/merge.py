@@ -73,8 +73,8 @@ class Merged:
             f"merged into {self.base.name}: {self.output} ({self.dtype})",
             f"checked over {self.positions} positions: the logits of base and adapter, and "
             f"those of what was saved, differ by {_format_share(self.error)} ({allowed})",
-            f"the adapter itself moves them by {_format_share(self.effect)}, and {self.kept:.1%} of "
-            "that is kept",
+            f"the adapter itself moves them by {_format_share(self.effect)}, "
+            f"and {self.kept:.1%} of that is kept",
         ]
 
 

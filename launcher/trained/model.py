@@ -150,10 +150,14 @@ def _find_recorded_base(manifest: Manifest) -> Base | None:
     name = manifest.argument("model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
-    if manifest.cwd is not None and is_dir(os.path.join(manifest.cwd, name)):
-        return Base(name=os.path.join(manifest.cwd, name))
+    if manifest.cwd is not None:
+        folder = os.path.join(manifest.cwd, name)
+        if is_dir(folder):
+            return Base(name=folder)
     revision = manifest.argument("model_revision")
-    return Base(name=name, revision=revision if isinstance(revision, str) else None)
+    if not isinstance(revision, str):
+        revision = None
+    return Base(name=name, revision=revision)
 
 
 def _has_config(folder: Path) -> bool:

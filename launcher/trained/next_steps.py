@@ -83,8 +83,11 @@ def _format_card_command(model: TrainedModel, target: str) -> str:
 def _format_upload_command(model: TrainedModel) -> str:
     words = ["hf", "upload", _suggest_repository(model), shown(model.path), "."]
     names = files.names(model.path)
-    # of each kind of folder that holds training states
-    left_out = {re.sub(r"\d+\Z", "*", name) for name in names if layout.is_checkpoint(name)}
+    left_out = set()
+    for name in names:
+        if layout.is_checkpoint(name):
+            # one pattern for each kind of folder that holds training states
+            left_out.add(re.sub(r"\d+\Z", "*", name))
     if card.ASIDE in names or card.is_foreign(model.path / card.NAME):
         left_out.add(card.ASIDE)
     for pattern in sorted(left_out):

@@ -272,18 +272,21 @@ class _VariantPlanner:
         file = self.file.with_overrides(*variant.overrides)
         judged = file.read()
         # an expectation may still follow the switch that is turned
-        findings = [f for f in judged.findings if f.code != "impossible-expectation"]
+        findings = []
+        for finding in judged.findings:
+            if finding.code != "impossible-expectation":
+                findings.append(finding)
         facts = self.facts(file, replace(judged, findings=tuple(findings)))
-        further = (
-            *_adapt_expectations(facts, variant.keys),
-            *_adapt_accumulation(facts, variant.keys, self),
-        )
+        further = list(_adapt_expectations(facts, variant.keys))
+        further += _adapt_accumulation(facts, variant.keys, self)
         if further:
-            variant = replace(variant, overrides=(*variant.overrides, *further))
+            overrides = (*variant.overrides, *further)
+            variant = replace(variant, overrides=overrides)
             facts = facts.with_overrides(*further)
         else:
             facts = self.facts(file, judged)
-        return _PlannedVariant(variant, facts, prepare.complete(facts.of_any_machine()))
+        prepared = prepare.complete(facts.of_any_machine())
+        return _PlannedVariant(variant, facts, prepared)
 
 
 def _adapt_expectations(facts: Facts, changed: set[str]) -> Iterator[str]:
@@ -359,7 +362,8 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
         # what could not start is tried again, and what timed out if there is more time now
         limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
         for sample in _read_samples(bench.folder):
-            if sample.seconds >= limits.get(sample.cause, 0.0):
+            limit = limits.get(sample.cause, 0.0)
+            if sample.seconds >= limit:
                 bench.samples.append(sample)
         yield bench
 

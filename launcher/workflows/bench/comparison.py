@@ -110,7 +110,8 @@ class Sample:
         sample = codec.read_record(cls, {**data, "curve": []}, left_out)
         if left_out or not math.isfinite(sample.seconds):
             raise Misfit(str(left_out[:1]))
-        return replace(sample, curve=tuple(_read_curve_step(values) for values in curve))
+        steps = [_read_curve_step(values) for values in curve]
+        return replace(sample, curve=tuple(steps))
 
 
 def _read_curve_step(values: tuple[float | None, ...]) -> CurveStep:
@@ -409,16 +410,19 @@ def _compare_first_norm(run: Sample, base_run: Sample) -> str | None:
 def _compare_loss_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> str | None:
     """By how far the loss fell, if steps hold the same tokens."""
     length = min(len(run.curve) for run in (*runs, *base_runs))
-    steps = zip(runs[0].curve[:length], base_runs[0].curve[:length], strict=True)
-    if length < 2 or any(step.tokens != base_step.tokens for step, base_step in steps):
+    tokens = [step.tokens for step in runs[0].curve[:length]]
+    base_tokens = [step.tokens for step in base_runs[0].curve[:length]]
+    if length < 2 or tokens != base_tokens:
         return None
     levels = _average_late_losses(runs, length)
     base_levels = _average_late_losses(base_runs, length)
     start = statistics.fmean(run.curve[0].loss for run in base_runs)
     fall = start - statistics.median(levels)
     base_fall = start - statistics.median(base_levels)
-    scatter = max(max(levels) - min(levels), max(base_levels) - min(base_levels))
-    if base_fall <= 0 or base_fall - fall <= max(LESS_FALL * base_fall, scatter):
+    scatter = max(levels) - min(levels)
+    base_scatter = max(base_levels) - min(base_levels)
+    tolerated = max(LESS_FALL * base_fall, max(scatter, base_scatter))
+    if base_fall <= 0 or base_fall - fall <= tolerated:
         return None
     name = base_runs[0].variant
     return f"the loss falls by {fall:.4g}, {base_fall:.4g} in {name} over the same steps"

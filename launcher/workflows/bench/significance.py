@@ -54,12 +54,15 @@ def _measure_lead(blocks: Sequence[Pace], chosen: Collection[int]) -> float:
     times: list[float] = []
     other_times: list[float] = []
     for step in zip(*blocks, strict=True):
-        times.append(
-            _average_fastest([seconds for run, seconds in enumerate(step) if run in chosen])
-        )
-        other_times.append(
-            _average_fastest([seconds for run, seconds in enumerate(step) if run not in chosen])
-        )
+        group = []
+        others = []
+        for run, seconds in enumerate(step):
+            if run in chosen:
+                group.append(seconds)
+            else:
+                others.append(seconds)
+        times.append(_average_fastest(group))
+        other_times.append(_average_fastest(others))
     return statistics.fmean(other_times) / statistics.fmean(times) - 1
 
 

@@ -126,20 +126,27 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
         # None if they cannot be counted here
         size = plan.count_rows(stage, Values(stage.schema, {key: [name, amount]}))
         entries.append((name, amount, size))
-    rows = sum(size for _, _, size in entries if size is not None)
-    shares = [float(amount) for _, amount, size in entries if size is None]
-    if not entries or (not shares and rows <= needed):
+    rows = 0
+    shares = []
+    for _, amount, size in entries:
+        if size is None:
+            shares.append(float(amount))
+        else:
+            rows += size
+    if not shares and rows <= needed:
         return []
     # sets of unknown size count as much as any others
     rest = max(needed * len(shares) / len(entries), needed - rows)
     cut = []
     for name, amount, size in entries:
-        # a count of 1 looks like a slip of the pen
         if size is None:
-            count = max(2, math.ceil(rest * float(amount) / math.fsum(shares)))
+            part = rest * float(amount) / math.fsum(shares)
         else:
             part = (needed - rest) * size / max(1, rows)
-            count = min(size, max(2, math.ceil(part)))
+        # a count of 1 looks like a slip of the pen
+        count = max(2, math.ceil(part))
+        if size is not None:
+            count = min(size, count)
         cut += [name, str(count) if count else amount]
     return cut
 

@@ -152,9 +152,14 @@ def _settle_plan(resolved: Facts) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
     # what trains may have other packages than there are here
     facts = replace(resolved, packages=None)
-    plan = check.settle(facts, output=rundir.runs_root() / "model")
-    kept = [finding for finding in plan.stage.findings if finding.code not in _ASKED_LATER]
-    plan = replace(plan, stage=replace(plan.stage, findings=tuple(kept)))
+    output = rundir.runs_root() / "model"
+    plan = check.settle(facts, output=output)
+    kept = []
+    for finding in plan.stage.findings:
+        if finding.code not in _ASKED_LATER:
+            kept.append(finding)
+    stage = replace(plan.stage, findings=tuple(kept))
+    plan = replace(plan, stage=stage)
     if errors(plan.all_findings, strict=resolved.request.strict):
         raise InvalidConfig(plan.all_findings)
     return plan

@@ -170,13 +170,16 @@ def _render_legend(preview: Preview, paper: marked.Paper) -> list[Span]:
 
 
 def _show_row(row: ShownRow, paper: marked.Paper, *, whole: bool) -> None:
-    paper.line([Span(f"row {row.row}", "title"), *_describe_row(row)])
+    title = Span(f"row {row.row}", "title")
+    indent = Span("  ")
+    paper.line([title, *_describe_row(row)])
     if row.difference is not None:
-        paper.line([Span("  "), _describe_difference(row.difference)])
+        paper.line([indent, _describe_difference(row.difference)])
     for section in row.sections:
         if len(row.sections) > 1:
             name = Span(section.name, "title")
-            paper.line([Span("  "), name, Span(f"  {_describe_section(section)}", "quiet")])
+            size = Span(f"  {_describe_section(section)}", "quiet")
+            paper.line([indent, name, size])
         _show_pieces(section, row, paper, whole=whole)
         if section.cut:
             paper.line(list(_describe_cut(section)))
@@ -219,11 +222,18 @@ def _show_pieces(section: RowSection, row: ShownRow, paper: marked.Paper, *, who
         paper.text([_style_piece(piece, piece.text, section, row) for piece in kept])
         return
     half = _SHOWN_TOKENS // 2
-    paper.text([_style_piece(piece, text, section, row) for piece, text in _take_first(kept, half)])
+    start = []
+    for piece, text in _take_first(kept, half):
+        start.append(_style_piece(piece, text, section, row))
+    paper.text(start)
     note = f"... about {left:,} more tokens: --row {row.row}"
     paper.line([Span(f"  {marked.GUTTER} ", "quiet"), Span(note, "quiet")])
-    end = list(_take_first(kept[::-1], half, from_end=True))
-    paper.text([_style_piece(piece, text, section, row) for piece, text in end[::-1]])
+    kept.reverse()
+    end = []
+    for piece, text in _take_first(kept, half, from_end=True):
+        end.append(_style_piece(piece, text, section, row))
+    end.reverse()
+    paper.text(end)
 
 
 def _take_first(

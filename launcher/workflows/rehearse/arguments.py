@@ -189,12 +189,19 @@ class _Draft:
         listed = self.kept.get("datasets")
         if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
             return
-        present = [item for item in listed if not _is_absent(item.get("path"))]
+        present = []
+        absent = []
+        for item in listed:
+            path = item.get("path")
+            if _is_absent(path):
+                absent.append(str(path))
+            else:
+                present.append(item)
         if not present:
             # the rows that stand in have columns of their own
             self.kept["datasets"] = [_keep_all_columns(item) for item in listed]
-        elif len(present) < len(listed):
-            names = ", ".join(str(item.get("path")) for item in listed if item not in present)
+        elif absent:
+            names = ", ".join(absent)
             self.left_out[f"the rows of {names}, which are not on this machine"] = ("datasets",)
             self.kept["datasets"] = present
 

@@ -238,24 +238,30 @@ class Attempts:
         names = [name for name in args if name != self.entry.names.model]
         likely = suspects(refusal, args, names)
         if response.phase in {"data", "construct"} or refusal.type == "KeyError":
-            likely += [name for name in self.data_names if name in args and name not in likely]
+            for name in self.data_names:
+                if name in args and name not in likely:
+                    likely.append(name)
         likely = likely[:_MOST_SUSPECTS]
         effects = self.effects(response, self.whole, likely)
         best = max(effects.values(), default=Effect.NONE)
-        shown = [name for name in likely if effects[name] == best >= Effect.LATER]
+        shown = []
+        if best >= Effect.LATER:
+            shown = [name for name in likely if effects[name] == best]
         unsure = [name for name in likely if effects[name] == Effect.ELSEWHERE]
         quoted = [name for name in shown + unsure if quotes(refusal.message, args[name])]
         named = list(dict.fromkeys(quoted + shown))
         # with other data much is gone that is not about the data
         if not set(named) <= set(self.data_names):
             return named
-        others = self.causes(response, self.whole, [name for name in names if name not in likely])
+        unlikely = [name for name in names if name not in likely]
+        others = self.causes(response, self.whole, unlikely)
         # a switch brings others into play, and one of those is rather what is wrong
         others.sort(key=lambda name: args[name] is True)
         if others or named or not unsure:
             return others + named
         kept = {*likely, *self.data_names}
-        few = self.without(self.whole, [name for name in names if name not in kept])
+        dropped = [name for name in names if name not in kept]
+        few = self.without(self.whole, dropped)
         again = self.ask(few)
         if again.refusal is None or compare(response, again) != Effect.NONE:
             return []
@@ -283,13 +289,17 @@ class Attempts:
         """The arguments without some; data are replaced by rows that each trainer takes."""
         left = set(names)
         added = dict(whole.added)
-        if self.entry.names.model in left:
-            added[self.entry.names.model] = _MADE_UP_MODEL
-        if left & set(self.data_names):
-            left |= set(self.data_names)
+        keys = self.entry.names
+        if keys.model in left:
+            added[keys.model] = _MADE_UP_MODEL
+        if not left.isdisjoint(self.data_names):
+            left.update(self.data_names)
             data = [_MADE_UP_ROWS, "1.0"] if self.entry.mixes else _MADE_UP_ROWS
-            added[self.entry.names.data] = data
-        kept = {name: value for name, value in whole.kept.items() if name not in left}
+            added[keys.data] = data
+        kept = {}
+        for name, value in whole.kept.items():
+            if name not in left:
+                kept[name] = value
         return replace(whole, kept=kept, added=added)
 
     def refused_rows(self, response: ServerResponse) -> list[str]:

@@ -47,21 +47,28 @@ def _compute_path(judged: Judged, trainer: Trainer) -> Path:
 
 def _list_dependencies(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     """Whatever a rehearsal depends on, this package among it."""
-    assert judged.schema is not None and judged.upstream is not None and judged.options is not None
+    schema = judged.schema
+    assert schema is not None
+    assert judged.upstream is not None
+    assert judged.options is not None
     args = judged.config.args
-    whole = arguments.of_stage(args, judged.options, judged.schema, entry_of(judged.schema))
-    yield [judged.schema.key, judged.upstream.as_json()]
-    yield {name: trainer.packages.get(name) for name in (*DECISIVE, "safetensors")}
+    whole = arguments.of_stage(args, judged.options, schema, entry_of(schema))
+    yield [schema.key, judged.upstream.as_json()]
+    packages = (*DECISIVE, "safetensors")
+    yield {name: trainer.packages.get(name) for name in packages}
     # what is left out of the steps is parsed all the same
     yield [dict(args), whole.added, whole.left_out]
-    yield [
-        [finding.code, finding.key] for finding in judged.findings if finding.severity == "error"
-    ]
+    wrong = []
+    for finding in judged.findings:
+        if finding.severity == "error":
+            wrong.append([finding.code, finding.key])
+    yield wrong
     yield _read_file_state(Path(__file__).parent)
     for text in _walk_texts(whole.kept):
         if is_hub_name(text):
             yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
-        yield _read_file_state(Path(os.path.expanduser(text)))
+        path = Path(os.path.expanduser(text))
+        yield _read_file_state(path)
     mixed = mixture.of_values(whole.kept, os.environ)
     if mixed is not None:
         yield [_read_file_state(Path(name)) for name in mixed.names()]

@@ -294,8 +294,7 @@ class Search:
         for candidate in self.grid.values():
             if candidate.key not in self.results and self.eligible(candidate):
                 fresh.append(candidate)
-        leaps = [setting for key, setting in self.results.items() if key != self.base.key]
-        if best is None or all(leap.decisive.status in ("oom", "refused") for leap in leaps):
+        if best is None or not self._has_run_leap():
             # the fastest by the plan, until one runs
             fresh.sort(key=lambda candidate: (-candidate.speed, self._count_changes(candidate)))
             gains = [(self._expect_gain(candidate), candidate) for candidate in fresh]
@@ -306,7 +305,19 @@ class Search:
         gains = []
         for name, candidate in self._find_neighbours(best.candidate, fresh):
             gains.append((self._expect_gain(candidate) + _DOUBT[name], candidate))
-        return sorted(gains, key=lambda pair: (-round(pair[0], 4), self._count_changes(pair[1])))
+
+        def order(pair: tuple[float, Candidate]) -> tuple[float, int]:
+            gain, candidate = pair
+            return -round(gain, 4), self._count_changes(candidate)
+
+        return sorted(gains, key=order)
+
+    def _has_run_leap(self) -> bool:
+        """Whether a setting other than the file's was neither refused nor out of memory."""
+        for key, setting in self.results.items():
+            if key != self.base.key and setting.decisive.status not in ("oom", "refused"):
+                return True
+        return False
 
     def _find_neighbours(
         self, best: Candidate, fresh: Sequence[Candidate]
@@ -369,9 +380,10 @@ class Search:
         before = self.best
         if before is not None and candidate.purpose == "search":
             changed = candidate.differing(before.candidate)
-            changed = [name for name in changed if name != "per_device"]
-            if len(changed) == 1 and trial.counts and trial.status != "oom":
-                self.passed.add((changed[0], candidate.settings[changed[0]]))
+            levers = [name for name in changed if name != "per_device"]
+            if len(levers) == 1 and trial.counts and trial.status != "oom":
+                lever = levers[0]
+                self.passed.add((lever, candidate.settings[lever]))
         trial = replace(trial, learned=self._describe_lesson(trial, before))
         self.runs.append(trial)
         runs = (*self.runs_of(candidate), trial)

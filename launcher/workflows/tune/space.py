@@ -143,17 +143,21 @@ class Space:
     def settings(self) -> Iterator[dict[str, Setting]]:
         """Every combination that can be split over the devices, the file's own among them."""
         others = [lever for lever in self.levers if lever.name != "per_device"]
+        names = [lever.name for lever in others]
         for values in itertools.product(*(lever.values for lever in others)):
-            chosen = {lever.name: value for lever, value in zip(others, values, strict=True)}
-            total = self.total_rows(chosen)
-            if total == self.plan.global_batch and len(others) == len(self.levers):
-                candidates = [chosen]
-            else:
-                splits = plans.splits(total, self.plan.devices)
-                candidates = [{**chosen, "per_device": rows} for rows in splits]
-            for settings in candidates:
+            chosen = dict(zip(names, values, strict=True))
+            for settings in self._list_splits(chosen):
                 if settings == self.base or not self._packs_nothing(settings):
                     yield settings
+
+    def _list_splits(self, chosen: dict[str, Setting]) -> list[dict[str, Setting]]:
+        """The settings with each split over the devices; as they are if no split is needed."""
+        total = self.total_rows(chosen)
+        is_split = any(lever.name == "per_device" for lever in self.levers)
+        if total == self.plan.global_batch and not is_split:
+            return [chosen]
+        splits = plans.splits(total, self.plan.devices)
+        return [{**chosen, "per_device": rows} for rows in splits]
 
     def _packs_nothing(self, settings: Settings) -> bool:
         """Whether it packs one row per micro-batch: that is the setting without packing."""
@@ -168,15 +172,19 @@ class Space:
         TRL's `bfd` makes few full rows of many.
         """
         plan = self.plan
+        entry = plan.stage.entry
+        limit = plan.values.get(entry.names.max_length)
+        if entry.packing != "refilled" or not isinstance(limit, int):
+            return plan.global_batch
         was_packed = bool(plan.values.get("packing"))
         packed = bool(settings.get("packing", was_packed))
-        limit = plan.values.get(plan.stage.entry.names.max_length)
-        refilled = plan.stage.entry.packing == "refilled"
-        if not refilled or packed == was_packed or not isinstance(limit, int):
+        if packed == was_packed:
             return plan.global_batch
+        # how much of a packed row an unpacked one fills
         share = min(self.rows.mean, limit) / limit
-        rows = plan.global_batch * (share if packed else 1 / share)
-        return max(1, round(rows / plan.devices)) * plan.devices
+        factor = share if packed else 1 / share
+        rows = round(plan.global_batch * factor / plan.devices)
+        return max(1, rows) * plan.devices
 
     def changes(self, settings: Settings) -> dict[str, Any]:
         """The keys of a stage file that differ: `batch.…`, `deepspeed`, `args.…`, `expect.…`.

@@ -73,23 +73,34 @@ class Tuning:
             has_more_time = self.budget_s > record.get("budget_s", 0)
             for data in record.get("trials") or ():
                 sample = Sample.from_json(data["sample"])
-                if sample.cause == "refused" or (sample.cause == "timeout" and has_more_time):
+                if sample.cause == "refused":
                     continue
-                candidate = self.space.candidate({**self.space.base, **data["settings"]})
+                if sample.cause == "timeout" and has_more_time:
+                    continue
+                settings = {**self.space.base, **data["settings"]}
+                candidate = self.space.candidate(settings)
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
                 self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
             self.search = Search(self.space, self.search.grid.values())
 
     def learn(self, candidate: Candidate, sample: Sample) -> Trial:
-        passed = [run for run in self.search.runs if run.ok]
-        runs = [run.sample for run in passed if run.candidate.key == candidate.key]
+        samples = [*self._list_samples(candidate), sample]
         # losses are compared with those of the file, or of the first setting that was measured
         reference = []
-        if passed and passed[0].candidate.key != candidate.key:
-            first = passed[0].candidate.key
-            reference = [run.sample for run in passed if run.candidate.key == first]
-        return self.search.learn(judge_candidate(candidate, [*runs, sample], reference))
+        measured = [run.candidate for run in self.search.runs if run.ok]
+        if measured and measured[0].key != candidate.key:
+            reference = self._list_samples(measured[0])
+        trial = judge_candidate(candidate, samples, reference)
+        return self.search.learn(trial)
+
+    def _list_samples(self, candidate: Candidate) -> list[Sample]:
+        """The samples of the trials of a setting that ran to their end."""
+        samples = []
+        for run in self.search.runs:
+            if run.ok and run.candidate.key == candidate.key:
+                samples.append(run.sample)
+        return samples
 
     @property
     def used(self) -> float:
@@ -300,7 +311,8 @@ def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     series = experiment.Campaign(kind="tune", key=tuning.key, name=name, root=root)
     with series.opened(fresh=fresh) as tuning.folder:
         _choose_gpus(tuning.resolved.look_again())
-        tuning.take_up(rundir.read_json(tuning.folder / FILE))
+        record = rundir.read_json(tuning.folder / FILE)
+        tuning.take_up(record)
         yield tuning
 
 

@@ -95,11 +95,15 @@ class FirstRows:
 
         taken = []
         for split, start, stop in part.pieces:
-            stream = call_trainer(self.load, **{**call, "split": split, "streaming": True})
+            arguments = {**call, "split": split, "streaming": True}
+            stream = call_trainer(self.load, **arguments)
+            length = stop - start
             # a stream cannot be sliced, but its rows can be skipped
-            taken.append(self.take_piece(stream.skip(start).take(stop - start), stop - start, part))
+            piece = stream.skip(start).take(length)
+            taken.append(self.take_piece(piece, length, part))
         filled = [rows for rows in taken if len(rows)]
-        return self.take_part(datasets.concatenate_datasets(filled or taken), part)
+        joined = datasets.concatenate_datasets(filled or taken)
+        return self.take_part(joined, part)
 
     def take_piece(self, stream: Any, length: int, part: MixturePart) -> Any:
         return first_rows(stream, self.request.rows)

@@ -154,13 +154,13 @@ def _trace_lineage(model: TrainedModel) -> Iterator[Base]:
 
 
 def _find_base(base: Base) -> Base | None:
-    """What a model that lies here came from, as far as the record of its run tells."""
+    """The base of a model on this machine, if the record of its run has one."""
     before = of_folder(Path(base.name)) if base.is_folder else None
     return None if before is None else before.base
 
 
 def _find_public_base(lineage: Sequence[Base]) -> Base | None:
-    """The first of them that has a name on the hub."""
+    """The nearest base that has a name on the hub."""
     for base in lineage:
         if not base.is_folder and model_config.is_hub_name(base.name):
             return base
@@ -168,7 +168,7 @@ def _find_public_base(lineage: Sequence[Base]) -> Base | None:
 
 
 def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
-    """What the nearest base says of its licence in its own card, as far as that is here."""
+    """The licence that the nearest base states in its own card, if that card is on this machine."""
     for base in lineage:
         folder: Path | None = Path(base.name)
         if not base.is_folder:
@@ -184,7 +184,7 @@ def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
 
 
 def _read_front_matter(path: Path) -> Mapping[str, Any]:
-    """The front matter of a card; empty where there is none."""
+    """The YAML at the top of a card; empty if it has none."""
     match = _FRONT_MATTER.match(_read_card(path))
     if match is None:
         return {}
@@ -196,7 +196,6 @@ def _read_front_matter(path: Path) -> Mapping[str, Any]:
 
 
 def _render_front_matter(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
-    """The front matter that the hub reads."""
     backend = str(run.manifest.get("backend") or "").replace("_", "-")
     tags = [str(run.stage), backend]
     if model.is_adapter:
@@ -222,7 +221,6 @@ def _render_front_matter(model: TrainedModel, run: Run, lineage: Sequence[Base])
 
 
 def _list_data_records(run: Run) -> list[Mapping[str, Any]]:
-    """What the run's record says of its data sets."""
     records = map(as_mapping, as_list(run.manifest.get("contents")))
     return [record for record in records if record.get("role") == "data"]
 
@@ -320,7 +318,7 @@ def _render_training(run: Run) -> str:
 
 
 def _render_part(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A part of the card with one table; empty without rows."""
+    """A heading and a table; empty without rows."""
     if not rows:
         return ""
     return f"## {title}\n\n{_render_table(head, rows)}"
@@ -358,7 +356,7 @@ def _render_losses(run: Run) -> str:
 
 
 def _find_last_value(column: Sequence[float | None], number: int) -> str:
-    """The last value of a column up to this row."""
+    """The value of a column at this row, or at the last one before that has a value."""
     for earlier in range(number, -1, -1):
         value = column[earlier]
         if value is not None:
@@ -378,7 +376,7 @@ def _render_arguments(run: Run) -> str:
 
 
 def _strip_places(value: object) -> object:
-    """A value without the folders of this machine that its absolute paths name."""
+    """Cut absolute paths in a value to their last name."""
     if isinstance(value, str) and value.startswith(("/", "~")):
         return Path(value).name
     if isinstance(value, list):

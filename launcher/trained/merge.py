@@ -79,7 +79,7 @@ class Merged:
 
 
 def _format_share(value: float) -> str:
-    """A share in percent, with two digits that count."""
+    """Percent, with two significant digits."""
     return f"{value * 100:.2g} %"
 
 

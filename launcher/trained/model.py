@@ -97,13 +97,13 @@ def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
     what to type.
     """
     manifest = rundir.read_manifest(run)
-    output = output_of(manifest)
+    output = find_output(manifest)
     if output is None:
         message = f"the record of {run.path.name} names no output folder"
         raise not_ready(
             "no-final-model", message, "give the model's folder instead", file=str(run.manifest)
         )
-    why = why_unfinished(run)
+    why = explain_unfinished(run)
     if why is not None:
         raise _explain_missing_model(run, manifest, output, why)
     folder = final_folder(manifest, output)
@@ -164,7 +164,7 @@ def _has_config(folder: Path) -> bool:
     return is_file(folder / "config.json") or is_file(folder / model_files.ADAPTER)
 
 
-def output_of(manifest: Manifest) -> Path | None:
+def find_output(manifest: Manifest) -> Path | None:
     """The output folder of a run as an absolute path."""
     if manifest.output is None:
         return None
@@ -195,10 +195,10 @@ def writer_of(folder: Path) -> RunFolder | None:
     return None if newest is None else RunFolder(newest)
 
 
-def why_unfinished(run: RunFolder) -> str | None:
+def explain_unfinished(run: RunFolder) -> str | None:
     """Why a run has no final model, as far as its verdict tells; None where it came to its end."""
-    verdict = verdict_of(run)
-    finish = finish_of(verdict)
+    verdict = read_verdict(run)
+    finish = find_finish(verdict)
     if finish.get("state") == "completed":
         return None
     if finish.get("state") == "running":
@@ -208,14 +208,14 @@ def why_unfinished(run: RunFolder) -> str | None:
     return "it did not come to its end" if cause is None else cause.text
 
 
-def finish_of(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_finish(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
     for point in summary.points(verdict):
         if point.get("name") == "finish":
             return point
     return {}
 
 
-def verdict_of(run: RunFolder) -> Mapping[str, Any]:
+def read_verdict(run: RunFolder) -> Mapping[str, Any]:
     """The verdict of a run's last attempt; judged now where nobody has yet."""
     if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)
@@ -229,7 +229,7 @@ def _explain_missing_model(run: RunFolder, manifest: Manifest, output: Path, why
 
 
 def _suggest_alternatives(manifest: Manifest, output: Path) -> Iterator[str]:
-    """What to do without a final model: load a checkpoint, or continue."""
+    """Load a checkpoint, or continue the training."""
     saved: list[Checkpoint] = []
     if manifest.backend in BACKENDS:
         saved = checkpoints.find(str(manifest.backend), output)

@@ -67,7 +67,6 @@ def of_model(model: TrainedModel) -> NextSteps:
 
 
 def _suggest_repository(model: TrainedModel) -> str:
-    """What the model could be called on the hub."""
     name = _UNSAFE.sub("-", model.path.name).strip("-.") or "model"
     return f"{_OWNER}/{name}"
 

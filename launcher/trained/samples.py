@@ -27,7 +27,7 @@ def is_due(folder: RunFolder) -> bool:
     # the runs of a bench, a ladder or a tune are trials
     if not rundir.read_manifest(folder).samples or rundir.is_campaign(folder.path.parent):
         return False
-    return model.why_unfinished(folder) is None
+    return model.explain_unfinished(folder) is None
 
 
 def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], None]) -> None:

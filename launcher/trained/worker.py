@@ -158,7 +158,6 @@ class Worker:
         )
 
     def _quote_last_line(self) -> str | None:
-        """The last line that the process printed."""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         printed = [line.strip() for line in lines if line.strip()]

@@ -227,7 +227,7 @@ def _limit_time(seconds: float | None, folder: RunFolder) -> Iterator[threading.
 
 
 def _stop_run(run: RunFolder) -> None:
-    """Stop what runs there; it may have ended by itself in the meantime."""
+    """Stop a run, unless it has ended by itself."""
     with contextlib.suppress(LaunchError, OSError):
         stop.stop(run)
 

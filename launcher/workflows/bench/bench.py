@@ -219,7 +219,7 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
 
 
 def _collect_stops(stops: Mapping[str, LaunchError], count: int) -> list[Finding]:
-    """What stops variants, each finding with the names of those that it is about."""
+    """Each finding that stops variants, with the names of those variants."""
     findings = []
     for name, error in stops.items():
         for finding in errors(error.findings) or error.findings:
@@ -495,7 +495,7 @@ def standing(row: VariantSummary) -> str:
 
 
 def _build_table(rows: Iterable[VariantSummary]) -> list[dict[str, str]]:
-    """The rows as texts, without columns that have no value in any row."""
+    """Columns that have no value in any row are left out."""
     table = []
     for row in rows:
         cells = {head: cell(row) for head, cell in COLUMNS.items()}

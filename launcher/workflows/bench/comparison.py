@@ -12,7 +12,7 @@ from launcher.errors import Finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
-from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
+from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, is_steadily_ahead
 
 SPEED = "tokens_per_second_per_gpu"
 LOSS = "loss_per_token"
@@ -392,7 +392,7 @@ def _find_difference(samples: Sequence[Sample], base: Sequence[Sample]) -> str |
 
 
 def _compare_first_norm(run: Sample, base_run: Sample) -> str | None:
-    """By the gradient norm of the first step, if that is of the same rows."""
+    """Why the first gradient norms differ; None if they do not, or are of different rows."""
     step = run.curve[0]
     base_step = base_run.curve[0]
     if step.norm is None or not base_step.norm or step.tokens != base_step.tokens:
@@ -408,7 +408,7 @@ def _compare_first_norm(run: Sample, base_run: Sample) -> str | None:
 
 
 def _compare_loss_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> str | None:
-    """By how far the loss fell, if steps hold the same tokens."""
+    """Why one loss fell less; None if it did not, or if steps hold different tokens."""
     length = min(len(run.curve) for run in (*runs, *base_runs))
     tokens = [step.tokens for step in runs[0].curve[:length]]
     base_tokens = [step.tokens for step in base_runs[0].curve[:length]]
@@ -450,7 +450,7 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     fewest = min(speed.n, base_speed.n)
     if fewest < LEAST_RUNS:
         apart = speed.min > base_speed.max or speed.max < base_speed.min
-        clear = apart and abs(ratio - 1) >= ALONE and steadily(*groups)
+        clear = apart and abs(ratio - 1) >= ALONE and is_steadily_ahead(*groups)
         why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs"
         return SpeedTest(_choose_standing(ratio, clear), by_chance, why, True)
     far = abs(ratio - 1) >= LEAST

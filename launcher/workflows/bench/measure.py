@@ -194,7 +194,6 @@ def _measure_startup(ranks: Sequence[RankRecord]) -> float | None:
 
 
 def _group_by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[ProbeStep]]:
-    """What each rank recorded of a step, step by step."""
     by_step: dict[int, list[ProbeStep]] = {}
     for steps in steps_of_ranks:
         for step in steps:

@@ -41,7 +41,7 @@ def chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
     return statistics.fmean(alike)
 
 
-def steadily(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
+def is_steadily_ahead(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
     """Whether these runs are ahead at nearly all steps."""
     steps = list(zip(*_split_into_blocks([*runs, *base]), strict=True))
     count = len(runs)
@@ -67,13 +67,13 @@ def _measure_lead(blocks: Sequence[Pace], chosen: Collection[int]) -> float:
 
 
 def _average_fastest(times: Pace) -> float:
-    """Seconds per token of a group at one step."""
+    """The mean seconds per token of a group's faster part, at one step."""
     kept = math.ceil(_KEPT * len(times))
     return math.fsum(sorted(times)[:kept]) / kept
 
 
 def _split_into_blocks(runs: Sequence[Pace]) -> list[list[float]]:
-    """Each run's pace in as many stretches as the run with the fewest steps allows."""
+    """Cut each run's pace into equally many stretches, and average each."""
     count = min(_BLOCKS, *map(len, runs))
     blocks = []
     for run in runs:

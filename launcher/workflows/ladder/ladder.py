@@ -271,7 +271,7 @@ def _compare_batches(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
 
 
 def _compute_key(resolved: Facts, plan: Plan, steps: int) -> str:
-    """The same for the same stage, source, content, length, packages and GPU, for any rungs."""
+    """Equal for equal stage, source, content, length, packages and GPU, whatever the rungs are."""
     stage = resolved.stage
     options = dict(stage.config.options)
     for name in _NOT_IN_KEY:
@@ -352,7 +352,7 @@ def climb(
 
 
 def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool) -> None:
-    """One rung, unless it has passed before. Raises KeyboardInterrupt."""
+    """Run a rung unless it has passed before. Raises KeyboardInterrupt."""
     gpus = rung.plan.gpus
     standing = _judge_record(ladder, gpus, allow_unproven=allow_unproven)
     if standing is None or not standing.passed:
@@ -374,7 +374,7 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
 
 
 def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
-    """The record of a rung that is run now. Raises KeyboardInterrupt."""
+    """Run a rung now, and return its record. Raises KeyboardInterrupt."""
     models = ladder.folder / _MODELS
     output = spelt(str(models / _format_short_label(rung.plan.gpus)))
     place = f"{rung.plan.stage.entry.names.output}={output}"
@@ -392,7 +392,7 @@ def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
 
 
 def _judge_record(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | None:
-    """What the gates say of a rung by its record; None without one that can be read."""
+    """Judge a rung by its record; None if it has no readable record."""
     record = dict(as_mapping(ladder.records.get(str(gpus))))
     try:
         facts = RungFacts.from_json(record.pop("facts", None))

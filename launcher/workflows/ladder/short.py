@@ -152,7 +152,6 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
 
 
 def _list_short_run_changes(stage: Stage) -> dict[str, Any]:
-    """The trainer's settings for a short run that differ from the stage's."""
     changes: dict[str, Any] = {}
     for name, value in stage.backend.SHORT_RUN.items():
         if name not in stage.schema.fields or (value is None and name not in stage.args):

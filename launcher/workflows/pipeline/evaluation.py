@@ -117,7 +117,7 @@ class PlannedEvaluation:
         return environ
 
 
-def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | None:
+def plan_evaluation(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | None:
     """The evaluation of a stage whose model goes to `model`; None if its pipeline has none."""
     if link.evaluation is None:
         return None

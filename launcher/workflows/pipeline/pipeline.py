@@ -295,7 +295,7 @@ class _Runner:
         link = self.planned.steps[row.name].link
         if self.ready is None:
             return True
-        task = evaluation.planned(link, self.ready, self.models[row.name])
+        task = evaluation.plan_evaluation(link, self.ready, self.models[row.name])
         if task is None:
             return True
         reused = evaluation.is_finished(task)
@@ -338,7 +338,7 @@ class _Runner:
     def _do_work(
         self, row: StageRow, work: Callable[[PlannedStage, StageRow], Outcome | None]
     ) -> bool:
-        """Do one thing with a stage, and record its outcome in the row if there is one."""
+        """Do `work` with a stage, and record its outcome; whether the pipeline can go on."""
         began = time.monotonic()
         row.status = "running"
         self._write_record()
@@ -421,9 +421,9 @@ class _Runner:
         return replace(outcome, verdict=verdict, exit=code, finished_before=not was_joined)
 
     def _prepare_stage(self, step: PlannedStage, row: StageRow) -> Prepared:
-        """The stage, ready to start; `row.reason` says why if it is trained again."""
+        """Prepare a stage to start; `row.reason` says why if it is trained again."""
         link = step.link
-        names = plans.known_changes(step.resolved)
+        names = plans.list_known_changes(step.resolved)
         allowed = tuple(name for name in self.order.common.allowed if name in names)
         facts = step.resolved.with_request(allowed=allowed, fresh=False)
         # nothing has happened since the first one was judged
@@ -433,7 +433,7 @@ class _Runner:
             # now that its model is there
             source = self.models[link.source]
             row.model = str(source)
-            overrides = plans.handed(step.plan.stage.options.backend, source)
+            overrides = plans.override_model(step.plan.stage.options.backend, source)
             file = step.file.with_overrides(*overrides, allowed=allowed)
             facts = facts.with_file(file, file.read())
         facts = facts.look_again()
@@ -495,7 +495,7 @@ class _Runner:
 def _find_changes(start: StartPlan) -> str:
     """What differs from the run that made the stage's result; empty if nothing does."""
     # with every change allowed
-    decision = start.decide(plans.known_changes(start.facts))
+    decision = start.decide(plans.list_known_changes(start.facts))
     if decision.kind == "new":
         return ""
     passing = {*start.facts.request.allowed, *_NO_INPUT}

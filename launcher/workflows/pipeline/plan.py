@@ -125,7 +125,7 @@ class PlannedStage:
 
     @property
     def evaluation(self) -> PlannedEvaluation | None:
-        return evaluation.planned(self.link, self.prepared, self.model)
+        return evaluation.plan_evaluation(self.link, self.prepared, self.model)
 
     @property
     def live(self) -> bool:
@@ -180,7 +180,7 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     planner.ask_machine(live=bool(live))
     change_names = set(changes.NAMES)
     for step in steps.values():
-        change_names |= known_changes(step.resolved)
+        change_names |= list_known_changes(step.resolved)
     unknown = [repr(name) for name in order.common.allowed if name not in change_names]
     if unknown and not planner.refused:
         message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
@@ -193,18 +193,18 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     return PipelinePlan(steps=steps, links=links, findings=findings, live=live)
 
 
-def known_changes(facts: Facts) -> frozenset[str]:
+def list_known_changes(facts: Facts) -> frozenset[str]:
     """What `--allow-changed-resume` takes for a stage."""
     return frozenset((*changes.NAMES, *facts.stage.schema.fields))
 
 
-def handed(backend: str, source: Path | str) -> list[str]:
+def override_model(backend: str, source: Path | str) -> list[str]:
     """The overrides that make `source` the model and the tokenizer of a stage."""
     return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
 def _set_model(facts: Facts, model: Path) -> Facts:
-    """The stage with a model that need not exist yet, and is not read."""
+    """Set the model of a stage. It need not exist yet: it is not read."""
     stage = facts.stage
     args = {**stage.args, **dict.fromkeys(stage.backend.MODEL_ARGUMENTS, str(model))}
     return replace(facts, stage=replace(stage, args=args, values=Values(stage.schema, args)))
@@ -221,7 +221,7 @@ def _require_model(link: Link, source: PlannedStage) -> None:
 
 
 def _run_dry(facts: Facts, resolved: Facts) -> Prepared:
-    """The dry run of a stage. Raises InvalidConfig, also with what this machine lacks."""
+    """Raises InvalidConfig, also with what this machine lacks."""
     try:
         return prepare.complete(facts.of_any_machine())
     except InvalidConfig:
@@ -281,7 +281,7 @@ class _Planner:
             elif within and root is None:
                 # nothing can be said of a model that nobody knows
                 return
-            overrides = handed(stage.backend_of(config), model)
+            overrides = override_model(stage.backend_of(config), model)
         self.roots[link.name] = root
         names_output = config.args.get(OUTPUT) is not None
         if not names_output:

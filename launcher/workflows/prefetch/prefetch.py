@@ -178,7 +178,7 @@ def _fetch_parts(
 def _list_remaining_work(
     plan: Plan, parts: Sequence[Part], caches: Sequence[Cache], tokenised: Tokenised
 ) -> Iterator[str]:
-    """What remains for the run to do before its first step."""
+    """What the run still does before its first step."""
     if tokenised.state == "left":
         yield "tokenising: TRL does it while its trainer is made, before the first step"
     for part in parts:

@@ -32,7 +32,7 @@ from launcher.stage.stage import Judged
 from launcher.upstream.schema import Schema, source_name
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, local_data
-from launcher.workflows.rehearse.ask import Server, Servers, crash, described
+from launcher.workflows.rehearse.ask import Server, Servers, crash, describe_error
 from launcher.workflows.rehearse.attempts import shape_of
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
@@ -58,7 +58,7 @@ class PreviewFailed(LaunchError):
     exit_code = Exit.BUG
 
     def __init__(self, refusal: ErrorRecord) -> None:
-        message = f"launch could not show these rows: {described(refusal)}"
+        message = f"launch could not show these rows: {describe_error(refusal)}"
         help = "this is a failure of launch, not of the stage file; please report it"
         super().__init__(launch_finding("error", "preview-failed", message, help))
 
@@ -215,7 +215,7 @@ def _report_response(
             key = f"args.{entry.names.data}"
             if content.refused is not None:
                 what = str(data.place(content.refused) or f"row {content.refused + 1}")
-        message = f"the trainer refuses {what}: {described(response.refusal)}"
+        message = f"the trainer refuses {what}: {describe_error(response.refusal)}"
         yield Finding(
             severity="error", layer="trainer", code="trainer-refuses", message=message, key=key
         )
@@ -316,7 +316,7 @@ def _place_row(row: ShownRow, data: _Data, entry: Entry) -> None:
 
 
 def _describe_template(template: TemplateFacts, judged: Judged, entry: Entry) -> str:
-    """Which chat template it is, in words, with what is to be known of it."""
+    """Which chat template the trainer applies, and where it comes from."""
     args = judged.config.args
     model = str(args.get("tokenizer_name_or_path") or args.get(entry.names.model))
     tokenizers = f"of the tokenizer of {model}{_name_template_file(model)}"
@@ -343,7 +343,7 @@ def _describe_template(template: TemplateFacts, judged: Judged, entry: Entry) ->
 
 
 def _name_template_file(model: str) -> str:
-    """The file of a local model that holds its template, in brackets."""
+    """The name of a local model's template file in brackets; empty if it has none."""
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         path = Path(model) / name
         if not path.is_file():

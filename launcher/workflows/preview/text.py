@@ -43,7 +43,6 @@ def show(preview: Preview, redactor: Redactor, *, whole: bool) -> None:
 
 
 def _render_head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
-    """Labels, and what stands beside each of them."""
     template = preview.content.template
     is_odd = template.fallback or template.source == "none"
     yield "template", [Span(template.description, "warning" if is_odd else None)]
@@ -239,7 +238,7 @@ def _show_pieces(section: RowSection, row: ShownRow, paper: marked.Paper, *, who
 def _take_first(
     pieces: list[RowPiece], tokens: int, *, from_end: bool = False
 ) -> Iterator[tuple[RowPiece, str]]:
-    """The first pieces of so many tokens together, the last one in part."""
+    """The first pieces with `tokens` tokens in all; the last piece may be cut."""
     left = tokens
     for piece in pieces:
         if left <= 0:

@@ -125,7 +125,7 @@ class Server:
         if ready is None:
             reason = "it ended, or did not answer"
         elif "failed" in ready:
-            reason = described(ErrorRecord(**ready["failed"]))
+            reason = describe_error(ErrorRecord(**ready["failed"]))
         else:
             return
         message = f"{self.trainer.python} cannot import the training script: {reason}"
@@ -194,7 +194,7 @@ class Servers(contextlib.ExitStack):
         return self._open[key]
 
 
-def described(error: ErrorRecord) -> str:
+def describe_error(error: ErrorRecord) -> str:
     """What an exception says, in one line, with the place in the library that raised it."""
     text = " ".join(error.message.split())
     if error.type in {"SystemExit", "Refused", "KeyError"}:

@@ -14,15 +14,15 @@ from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, local_data
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
-from launcher.workflows.rehearse.ask import Server, crash, described
-from launcher.workflows.rehearse.cause import DOING, Effect, compare, quotes, suspects
+from launcher.workflows.rehearse.ask import Server, crash, describe_error
+from launcher.workflows.rehearse.cause import DOING, Effect, compare, find_suspects, quotes
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
     PreparedRows,
     ServerRequest,
     ServerResponse,
 )
-from launcher.workflows.rehearse.remarks import about_rows, of_trainer
+from launcher.workflows.rehearse.remarks import check_rows, create_trainer_finding
 from launcher.workflows.rehearse.result import FAILED, Rehearsal
 
 _MOST_REFUSALS = 8
@@ -91,7 +91,7 @@ class Attempts:
         rows = seen_rows(response)
         if rows is not None:
             name = "datasets" if self.config.args.get("datasets") else self.entry.names.data
-            self.findings += about_rows(rows, self.entry, f"args.{name}")
+            self.findings += check_rows(rows, self.entry, f"args.{name}")
         for what, names in self.whole.left_out.items():
             key = f"args.{names[0]}" if names else "deepspeed"
             self.note("not-rehearsed", f"not rehearsed on the CPU: {what}", key)
@@ -128,7 +128,8 @@ class Attempts:
             if _NEEDS_GPU.search(refusal.message):
                 # what a CPU alone lacks is no fault of the file
                 key = f"args.{culprits[0]}" if culprits else None
-                self.note("not-rehearsed", f"not rehearsed on the CPU: {described(refusal)}", key)
+                message = f"not rehearsed on the CPU: {describe_error(refusal)}"
+                self.note("not-rehearsed", message, key)
             else:
                 self.findings.append(self.refusal(response, culprits))
             if not culprits:
@@ -190,7 +191,7 @@ class Attempts:
             return
         reason = "its process ended"
         if response.refusal is not None:
-            reason = described(response.refusal)
+            reason = describe_error(response.refusal)
         message = "no small model of this kind can be made, so the arguments are only parsed: "
         self.note("not-rehearsed", message + reason, f"args.{self.entry.names.model}")
 
@@ -236,7 +237,7 @@ class Attempts:
         """
         args = self.whole.kept
         names = [name for name in args if name != self.entry.names.model]
-        likely = suspects(refusal, args, names)
+        likely = find_suspects(refusal, args, names)
         if response.phase in {"data", "construct"} or refusal.type == "KeyError":
             for name in self.data_names:
                 if name in args and name not in likely:
@@ -330,12 +331,12 @@ class Attempts:
         doing = DOING[str(response.phase)]
         help = self.advice(response, refusal, culprits)
         if not culprits:
-            message = f"the trainer refuses this stage {doing}: {described(refusal)}"
-            return of_trainer("error", "trainer-refuses", message, help, key=None)
+            message = f"the trainer refuses this stage {doing}: {describe_error(refusal)}"
+            return create_trainer_finding("error", "trainer-refuses", message, help, key=None)
         name = culprits[0]
         value = brief(self.config.args.get(name))
-        message = f"the trainer refuses `{name}: {value}` {doing}: {described(refusal)}"
-        return of_trainer("error", "trainer-refuses", message, help, key=f"args.{name}")
+        message = f"the trainer refuses `{name}: {value}` {doing}: {describe_error(refusal)}"
+        return create_trainer_finding("error", "trainer-refuses", message, help, key=f"args.{name}")
 
     def advice(
         self, response: ServerResponse, refusal: ErrorRecord, culprits: list[str]
@@ -362,7 +363,7 @@ def seen_rows(response: ServerResponse) -> PreparedRows | None:
 
 
 def _find_obstacle(refusal: ErrorRecord) -> Finding | None:
-    """A finding about what is no refusal: no room for a rehearsal, or a failure of launch."""
+    """A finding if it is no refusal of the trainer: no room, or a failure of launch."""
     what = None
     if refusal.type == "MemoryError":
         what = "there is not enough memory"
@@ -371,14 +372,14 @@ def _find_obstacle(refusal: ErrorRecord) -> Finding | None:
         what = "there is no space left"
         help = "free some, or set TMPDIR to a larger disk"
     if what is not None:
-        message = f"{what} for a rehearsal: {described(refusal)}"
+        message = f"{what} for a rehearsal: {describe_error(refusal)}"
         return launch_finding("error", "rehearsal-no-room", message, help)
     return _report_own_failure(refusal) if refusal.by_launch else None
 
 
 def _report_own_failure(refusal: ErrorRecord) -> Finding:
-    """What is wrong with launch, and not with the stage."""
-    message = f"launch could not rehearse this: {described(refusal)}"
+    """A note for a failure of launch, not of the stage."""
+    message = f"launch could not rehearse this: {describe_error(refusal)}"
     help = (
         "this is a failure of launch, not of the stage file: nothing is refused; please report it"
     )

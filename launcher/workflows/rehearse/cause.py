@@ -63,7 +63,7 @@ def _compute_signature(refusal: ErrorRecord) -> tuple[Any, ...]:
     return refusal.type, refusal.file, refusal.line, message[:120]
 
 
-def suspects(refusal: ErrorRecord, args: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def find_suspects(refusal: ErrorRecord, args: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Arguments that a refusal names, or whose value it quotes, or that its code reads."""
     words = set(_WORD.findall(refusal.message))
     code = set(_WORD.findall("\n".join(refusal.code).replace(".", " ")))

@@ -117,7 +117,7 @@ def mixture_parts(args: Mapping[str, Any]) -> list[MixturePart]:
 
 
 def _sum_file_sizes(files: Iterable[Path]) -> int | None:
-    """The size of files together; None where one of them has gone."""
+    """Bytes of all files; None if one has gone."""
     try:
         return sum(file.stat().st_size for file in files)
     except OSError:

@@ -46,7 +46,7 @@ def _compute_path(judged: Judged, trainer: Trainer) -> Path:
 
 
 def _list_dependencies(judged: Judged, trainer: Trainer) -> Iterator[Any]:
-    """Whatever a rehearsal depends on, this package among it."""
+    """All that a rehearsal depends on, including this package."""
     schema = judged.schema
     assert schema is not None
     assert judged.upstream is not None
@@ -85,7 +85,7 @@ def _walk_texts(value: Any) -> Iterator[str]:
 
 
 def _read_file_state(path: Path) -> Any:
-    """What no write leaves as it is of a local file; of a folder the states of the files in it."""
+    """What every write to a file changes; for a folder, that of each file in it."""
     with contextlib.suppress(OSError, ValueError):
         if is_dir(path):
             below = sorted(path.rglob("*"))[:_MOST_FILES]

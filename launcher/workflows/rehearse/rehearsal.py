@@ -104,7 +104,7 @@ def require(stages: Mapping[str, Facts], say: Say, *, by_itself: bool) -> tuple[
 
 
 def _read_request(facts: Facts) -> bool | None:
-    """Whether a rehearsal is asked for, or refused; None where neither."""
+    """True if a rehearsal is asked for, False if it is refused, else None."""
     if facts.request.rehearse is not None:
         return facts.request.rehearse
     if facts.stage.options.rehearse is not None:

@@ -30,7 +30,7 @@ _DROPPED = (
 )
 
 
-def of_trainer(
+def create_trainer_finding(
     severity: Severity, code: str, message: str, help: str | None = None, *, key: str | None
 ) -> Finding:
     return Finding(
@@ -38,32 +38,33 @@ def of_trainer(
     )
 
 
-def about_rows(rows: PreparedRows, entry: Entry, data_key: str) -> Iterator[Finding]:
+def check_rows(rows: PreparedRows, entry: Entry, data_key: str) -> Iterator[Finding]:
     """`data_key` is the key that names the data."""
     for dropping in rows.dropped:
         yield _report_dropped(dropping, rows, entry, data_key)
     which = _name_rows(rows)
     if rows.empty:
         message = f"{rows.empty / rows.rows:.0%} of {which} have no token"
-        yield of_trainer(_choose_severity(rows.empty, rows), "empty-rows", message, key=data_key)
+        severity = _choose_severity(rows.empty, rows)
+        yield create_trainer_finding(severity, "empty-rows", message, key=data_key)
     if rows.masked > rows.empty:
         message = f"{rows.masked / rows.rows:.0%} of {which} have no token that counts in the loss"
         help = (
             "an answer that is cut off, or a chat template without the markers that masking needs"
         )
         severity = _choose_severity(rows.masked, rows)
-        yield of_trainer(severity, "nothing-to-learn", message, help, key=data_key)
+        yield create_trainer_finding(severity, "nothing-to-learn", message, help, key=data_key)
     length = entry.names.max_length
     if rows.cut >= _MUCH * rows.rows:
         message = f"{rows.cut / rows.rows:.0%} of {which} are cut off at the limit"
         help = f"a larger `{length}`"
-        yield of_trainer("warning", "cut-rows", message, help, key=f"args.{length}")
+        yield create_trainer_finding("warning", "cut-rows", message, help, key=f"args.{length}")
     for token, present in rows.present.items():
         if present < (rows.rows - rows.cut) * (1 - _MUCH):
             message = f"only {present / rows.rows:.0%} of {which} hold the tokenizer's end token "
             message += f"`{token}`: the model does not learn to stop"
             help = "a chat template that ends answers with it"
-            yield of_trainer("warning", "no-end-token", message, help, key=data_key)
+            yield create_trainer_finding("warning", "no-end-token", message, help, key=data_key)
 
 
 def _choose_severity(count: int, rows: PreparedRows) -> Severity:
@@ -94,8 +95,8 @@ def _report_dropped(
         message += f": {reason.format(length=length)}"
         if help:
             help = help.format(length=length)
-            return of_trainer("warning", DROPPED, message, help, key=f"args.{length}")
-        return of_trainer("warning", DROPPED, message, key=data_key)
+            return create_trainer_finding("warning", DROPPED, message, help, key=f"args.{length}")
+        return create_trainer_finding("warning", DROPPED, message, key=data_key)
     if dropping.what:
         message += f": left out by {dropping.what}"
-    return of_trainer("warning", DROPPED, message, key=data_key)
+    return create_trainer_finding("warning", DROPPED, message, key=data_key)

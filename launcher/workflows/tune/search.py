@@ -14,7 +14,7 @@ from typing import Literal
 from launcher.lazy_dataclass import dataclass
 from launcher.plan.memory.phases import usable
 from launcher.workflows.bench.comparison import Cause, Sample, Spread
-from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, described
+from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, describe_setting
 
 THRESHOLD = 0.005
 """The search ends if nothing that is left could gain more than this share."""
@@ -348,7 +348,7 @@ class Search:
                     yield name, candidate
 
     def _choose_repeat(self, left: float) -> Candidate | None:
-        """The best or the file, until each was run often enough: A B, B A, A B."""
+        """The best or the file, until each was run `RUNS` times: A B, B A, A B."""
         contenders = self._list_contenders()
         if not contenders:
             return None
@@ -434,7 +434,7 @@ class Search:
             if not names:
                 return ""
             self.guilty.append(frozenset((name, settings[name]) for name in names))
-        words = ", ".join(described(name, settings[name]) for name in names)
+        words = ", ".join(describe_setting(name, settings[name]) for name in names)
         together = " together" if len(names) > 1 else ""
         return f"; {words}: not tried again{together}"
 
@@ -452,7 +452,7 @@ class Search:
         """What differs from another candidate, as text."""
         settings = candidate.settings
         names = [name for name in candidate.differing(other) if name in settings]
-        return ", ".join(described(name, settings[name]) for name in names)
+        return ", ".join(describe_setting(name, settings[name]) for name in names)
 
     def _explain_choice(self, candidate: Candidate) -> str:
         best = self.best

@@ -221,7 +221,6 @@ class Space:
         return on if value else off
 
     def _split_batch(self, settings: Settings) -> dict[str, Any]:
-        """The split of the global batch, by the keys that the file has for it."""
         plan = self.plan
         per_device = int(settings.get("per_device", plan.per_device))
         total = self.total_rows(settings)
@@ -463,7 +462,7 @@ def _choose_deepspeed(space: Space) -> Choice:
     )
 
 
-def described(name: str, value: Setting) -> str:
+def describe_setting(name: str, value: Setting) -> str:
     if name == "per_device":
         return "1 row a device" if value == 1 else f"{value} rows a device"
     if name in ("deepspeed", "attention"):

@@ -64,7 +64,7 @@ class Tuning:
     def plan(self) -> Plan:
         return self.space.plan
 
-    def take_up(self, record: Mapping[str, Any]) -> None:
+    def restore(self, record: Mapping[str, Any]) -> None:
         """Learn again what an earlier start measured; nothing if the record is damaged.
 
         A trial that could not start, or that a smaller budget ended, is run again.
@@ -293,7 +293,7 @@ def _find_smallest_card(resolved: Facts) -> Card:
 
 
 def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
-    """What the file's own attention comes to on this machine."""
+    """The attention that the file as written uses on this machine."""
     takes_best = plan.values.get("attn_implementation") is None and plan.stage.entry.best_attention
     if not plan.gpus or (takes_best and "flash-attn" not in packages):
         return "sdpa"
@@ -312,7 +312,7 @@ def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     with series.opened(fresh=fresh) as tuning.folder:
         _choose_gpus(tuning.resolved.look_again())
         record = rundir.read_json(tuning.folder / FILE)
-        tuning.take_up(record)
+        tuning.restore(record)
         yield tuning
 
 
@@ -501,7 +501,7 @@ def _render_head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
 
 
 def _summarize_best(tuning: Tuning, best: SettingRuns) -> list[str]:
-    """The figures of the best setting, and its changes, each with what it was."""
+    """A line of figures, then a line for each change with its old value."""
     row = tuning.row(best)
     first = tuning.search.first
     loss = tuning.loss_change(best)
@@ -518,7 +518,7 @@ def _summarize_best(tuning: Tuning, best: SettingRuns) -> list[str]:
     base = tuning.search.base
     changes = []
     for name in best.candidate.differing(base):
-        words = space.described(name, best.candidate.settings[name])
+        words = space.describe_setting(name, best.candidate.settings[name])
         changes.append(f"{words} (was {_format_value(base.settings.get(name, 'as it is'))})")
     if not changes:
         changes = ["nothing that was tried is faster than the file as it is written"]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 from launcher import files, redaction
 from launcher.artifacts import fingerprint
@@ -132,7 +133,7 @@ def plan_evaluation(link: Link, prepared: Prepared, model: Path) -> PlannedEvalu
     )
 
 
-def missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
+def find_missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
     """An error if the program of an evaluation is not on this machine."""
     name = evaluation.argv[0]
     if shutil.which(name, path=evaluation.environment(None)["PATH"]) is not None:
@@ -140,12 +141,14 @@ def missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
     message = f"the program of the evaluation, `{evaluation.redactor.redact(name)}`, "
     message += f"is neither in {evaluation.python.parent} nor on PATH"
     help = "install it in the trainer's Python, or name its path"
-    yield _fault(evaluation.link, "no-eval-program", "command", message, help)
+    place = _locate_key(evaluation.link, "command")
+    yield launch_finding("error", "no-eval-program", message, help, **place)
 
 
-def _fault(link: Link, code: str, key: str, message: str, help: str) -> Finding:
-    key = f"eval.{key}"
-    return launch_finding("error", code, message, help, key=key, **link.origin(key).place)
+def _locate_key(link: Link, name: str) -> dict[str, Any]:
+    """A key of `eval` with its place in the pipeline file, as a finding has them."""
+    key = f"eval.{name}"
+    return {"key": key, **link.origin(key).place}
 
 
 def evaluate(
@@ -318,7 +321,7 @@ _FAULTS: Mapping[State, tuple[str, str]] = {
 }
 
 
-def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
+def list_faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
     """What is wrong with an evaluation, each at its line of the pipeline file."""
     link = evaluation.link
     findings = []
@@ -327,16 +330,18 @@ def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Find
         for gate in record.gates:
             if not gate.ok:
                 message = f"{link.name}: {gate.reason}"
-                key = f"expect.{gate.metric}"
-                findings.append(_fault(link, "eval-gate", key, message, help))
+                place = _locate_key(link, f"expect.{gate.metric}")
+                findings.append(launch_finding("error", "eval-gate", message, help, **place))
     elif record.state in _FAULTS:
         code, key = _FAULTS[record.state]
         message = f"the evaluation of {link.name} failed: {record.reason}"
-        findings.append(_fault(link, code, key, message, f"its log: {record.log}"))
+        help = f"its log: {record.log}"
+        place = _locate_key(link, key)
+        findings.append(launch_finding("error", code, message, help, **place))
     return findings
 
 
-def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
+def describe_ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
     """One line about the result."""
     if record.state != "measured":
         return f"{name}: evaluation {record.state.replace('_', ' ')}: {record.reason}"
@@ -344,11 +349,11 @@ def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
     if record.gates:
         result = "passed" if record.passed else "failed"
     how = "measured before" if reused else f"measured in {record.seconds:.0f} s"
-    text = summary(record)
+    text = summarize(record)
     return f"{name}: evaluation {result}, {how}" + (f": {text}" if text else "")
 
 
-def summary(record: EvaluationRecord) -> str:
+def summarize(record: EvaluationRecord) -> str:
     """The numbers that gates are on, else the first few tasks'."""
     numbers = []
     for gate in record.gates:

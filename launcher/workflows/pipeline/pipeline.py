@@ -100,7 +100,7 @@ class StageRow:
             "run": self.run,
         }
         if self.evaluation is not None:
-            cells[EVALUATED] = evaluation.summary(self.evaluation) or self.evaluation.state
+            cells[EVALUATED] = evaluation.summarize(self.evaluation) or self.evaluation.state
         return cells
 
     def ending(self) -> str:
@@ -320,9 +320,9 @@ class _Runner:
         code = evaluation.exit_code(record)
         if code is not Exit.OK:
             status: Status = "interrupted" if code is Exit.INTERRUPTED else "failed"
-            self._stop_at(row, status, code, evaluation.faults(task, record))
+            self._stop_at(row, status, code, evaluation.list_faults(task, record))
         self._write_page()
-        self._print_line(evaluation.ending(row.name, record, reused=reused))
+        self._print_line(evaluation.describe_ending(row.name, record, reused=reused))
         return code is Exit.OK
 
     def _stop_at(

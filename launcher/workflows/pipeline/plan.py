@@ -318,7 +318,7 @@ class _Planner:
         self.steps[link.name] = step
         trains_here = within and resolved.machine is not None and resolved.look is not None
         if trains_here and step.evaluation is not None:
-            self._note_lacking(link, evaluation.missing_program(step.evaluation))
+            self._note_lacking(link, evaluation.find_missing_program(step.evaluation))
 
     def _collect_findings(self, link: Link, resolved: Facts, dry: Prepared, judged: Plan) -> None:
         """Collect what the rules say, with the model that the chain begins from."""

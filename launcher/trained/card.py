@@ -62,12 +62,12 @@ def made_of(model: TrainedModel) -> str:
         message = f"no run's record names {model.path}: there is nothing to write a card of"
         raise not_ready("no-such-run", message, "launch runs lists the runs that are known here")
     run = series.load_run(model.run.path)
-    lineage = list(_lineage(model))
-    text = "\n\n".join(filter(None, _parts(model, run, lineage))) + "\n"
+    lineage = list(_trace_lineage(model))
+    text = "\n\n".join(filter(None, _render_parts(model, run, lineage))) + "\n"
     text = attempt.redactor(model.run).redact(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     mark = f"<!-- launch card {digest}: what is edited here is kept -->\n"
-    return _head(model, run, lineage) + mark + text
+    return _render_front_matter(model, run, lineage) + mark + text
 
 
 def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
@@ -85,10 +85,10 @@ def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
             replaced = "the empty form that peft wrote"
         elif is_foreign(path):
             if not replace:
-                raise _exists(path)
+                raise _refuse_existing_card(path)
             kept = path.with_name(ASIDE)
             if os.path.lexists(kept):
-                raise _exists(kept)
+                raise _refuse_existing_card(kept)
             os.rename(path, kept)
         files.write_text(path, text)
     except OSError as error:
@@ -105,20 +105,20 @@ def is_foreign(path: Path) -> bool:
 def _is_form(path: Path) -> bool:
     """Whether a file is the form that peft writes beside an adapter, which nobody has filled in
     (peft/peft_model.py, create_or_update_model_card)."""
-    text = _text_of(path)
+    text = _read_card(path)
     return (
         "# Model Card for Model ID" in text
         and text.count("[More Information Needed]") >= _FIELDS_OF_FORM
     )
 
 
-def _exists(path: Path) -> NotReady:
-    message = f"{path} is there already, {_author(path)}"
+def _refuse_existing_card(path: Path) -> NotReady:
+    message = f"{path} is there already, {_describe_author(path)}"
     help = f"--replace moves it to {ASIDE}, --output FILE writes the card elsewhere"
     return not_ready("card-exists", message, help)
 
 
-def _text_of(path: Path) -> str:
+def _read_card(path: Path) -> str:
     try:
         return files.read_bytes(path, _LONGEST_CARD).decode(errors="replace")
     except OSError:
@@ -127,13 +127,13 @@ def _text_of(path: Path) -> str:
 
 def _is_own(path: Path) -> bool:
     """Whether a file is a card that launch wrote, and that nobody edited since."""
-    text = _text_of(path)
+    text = _read_card(path)
     mark = _MARK.search(text)
     return mark is not None and hashlib.sha256(text[mark.end() :].encode()).hexdigest() == mark[1]
 
 
-def _author(path: Path) -> str:
-    text = _text_of(path)
+def _describe_author(path: Path) -> str:
+    text = _read_card(path)
     if _MARK.search(text):
         return "and was edited since launch wrote it"
     if "This model was trained with" in text and "TRL" in text:
@@ -141,7 +141,7 @@ def _author(path: Path) -> str:
     return "and launch did not write it"
 
 
-def _lineage(model: TrainedModel) -> Iterator[Base]:
+def _trace_lineage(model: TrainedModel) -> Iterator[Base]:
     """The models that this one came from, the nearest first: a base that is itself the result of a
     run has one.
     """
@@ -150,32 +150,32 @@ def _lineage(model: TrainedModel) -> Iterator[Base]:
         if base is None:
             return
         yield base
-        base = _base_of(base)
+        base = _find_base(base)
 
 
-def _base_of(base: Base) -> Base | None:
-    """What a model that lies here came from, as far as the record of its run tells."""
+def _find_base(base: Base) -> Base | None:
+    """The base of a model on this machine, if the record of its run has one."""
     before = of_folder(Path(base.name)) if base.is_folder else None
     return None if before is None else before.base
 
 
-def _public(lineage: Sequence[Base]) -> Base | None:
-    """The first of them that has a name on the hub."""
+def _find_public_base(lineage: Sequence[Base]) -> Base | None:
+    """The nearest base that has a name on the hub."""
     for base in lineage:
         if not base.is_folder and model_config.is_hub_name(base.name):
             return base
     return None
 
 
-def _license(lineage: Sequence[Base]) -> dict[str, str]:
-    """What the nearest base says of its licence in its own card, as far as that is here."""
+def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
+    """The licence that the nearest base states in its own card, if that card is on this machine."""
     for base in lineage:
         folder: Path | None = Path(base.name)
         if not base.is_folder:
             folder = model_config.snapshot(base.name, os.environ, base.revision)
         if folder is None:
             continue
-        metadata = _metadata(folder / NAME)
+        metadata = _read_front_matter(folder / NAME)
         if not isinstance(metadata.get("license"), str):
             continue
         names = ("license", "license_name", "license_link")
@@ -183,9 +183,9 @@ def _license(lineage: Sequence[Base]) -> dict[str, str]:
     return {}
 
 
-def _metadata(path: Path) -> Mapping[str, Any]:
-    """The front matter of a card; empty where there is none."""
-    match = _FRONT_MATTER.match(_text_of(path))
+def _read_front_matter(path: Path) -> Mapping[str, Any]:
+    """The YAML at the top of a card; empty if it has none."""
+    match = _FRONT_MATTER.match(_read_card(path))
     if match is None:
         return {}
     try:
@@ -195,23 +195,22 @@ def _metadata(path: Path) -> Mapping[str, Any]:
     return as_mapping(content)
 
 
-def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
-    """The front matter that the hub reads."""
+def _render_front_matter(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     backend = str(run.manifest.get("backend") or "").replace("_", "-")
     tags = [str(run.stage), backend]
     if model.is_adapter:
         tags.append("lora")
     content: dict[str, Any] = {}
-    public = _public(lineage)
+    public = _find_public_base(lineage)
     if public is not None:
         content["base_model"] = public.name
         content["base_model_relation"] = "adapter" if model.is_adapter else "finetune"
-    names = [str(record.get("name")) for record in _data_records(run)]
+    names = [str(record.get("name")) for record in _list_data_records(run)]
     datasets = [name for name in names if not is_dir(name) and model_config.is_hub_name(name)]
     if datasets:
         content["datasets"] = list(dict.fromkeys(datasets))
     content["library_name"] = "peft" if model.is_adapter else "transformers"
-    content |= _license(lineage)
+    content |= _find_license(lineage)
     content["pipeline_tag"] = "text-generation"
     content["tags"] = [*tags, "launch"]
     redactor = redaction.of_process() if model.run is None else attempt.redactor(model.run)
@@ -221,27 +220,26 @@ def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     return f"---\n{dumped}---\n"
 
 
-def _data_records(run: Run) -> list[Mapping[str, Any]]:
-    """What the run's record says of its data sets."""
+def _list_data_records(run: Run) -> list[Mapping[str, Any]]:
     records = map(as_mapping, as_list(run.manifest.get("contents")))
     return [record for record in records if record.get("role") == "data"]
 
 
-def _parts(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> Iterator[str]:
+def _render_parts(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> Iterator[str]:
     yield f"# {model.path.name}"
-    yield _introduction(model, run, lineage)
-    yield _verdict(run)
-    yield _training(run)
-    yield _losses(run)
-    yield _arguments(run)
-    yield _data(run)
-    yield _versions(run)
+    yield _render_introduction(model, run, lineage)
+    yield _render_verdict(run)
+    yield _render_training(run)
+    yield _render_losses(run)
+    yield _render_arguments(run)
+    yield _render_data(run)
+    yield _render_versions(run)
 
 
-def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
+def _render_introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     kind = "An adapter" if model.is_adapter else "A model"
     text = f"{kind} from {(run.stage or 'training').upper()}"
-    names = [_link(base) for base in lineage]
+    names = [_format_link(base) for base in lineage]
     if names:
         text += f" of {names[0]}"
     source = as_mapping(run.manifest.get("upstream"))
@@ -249,12 +247,12 @@ def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str
     text += f", trained with {trainer}, started and checked by launch."
     if len(names) > 1:
         text += f" {names[0]} itself was trained from {', which came from '.join(names[1:])}."
-    if not _license(lineage):
+    if not _find_license(lineage):
         text += " The licence of the base model is not known here: add it before you publish this."
     return text
 
 
-def _link(base: Base) -> str:
+def _format_link(base: Base) -> str:
     if base.is_folder or not model_config.is_hub_name(base.name):
         return f"`{Path(base.name).name}`"
     link = f"[{base.name}](https://huggingface.co/{base.name})"
@@ -263,16 +261,16 @@ def _link(base: Base) -> str:
     return link
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(_format_cell(value) for value in line)} |" for line in lines)
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-def _verdict(run: Run) -> str:
+def _render_verdict(run: Run) -> str:
     status = run.verdict.get("status")
     if not status:
         return ""
@@ -284,10 +282,10 @@ def _verdict(run: Run) -> str:
             word = ""
         rows.append([point.get("name"), point.get("state"), point.get("expected") or "", word])
     text = f"## Verdict: {status}\n\nWhat was proved of the run while it trained, and afterwards."
-    return f"{text}\n\n{_table(('point', 'state', 'expected', ''), rows)}"
+    return f"{text}\n\n{_render_table(('point', 'state', 'expected', ''), rows)}"
 
 
-def _training(run: Run) -> str:
+def _render_training(run: Run) -> str:
     measured = series.measured_figures(run)
     planned = series.planned_figures(run)
     plan = as_mapping(run.manifest.get("plan"))
@@ -304,25 +302,29 @@ def _training(run: Run) -> str:
     add("tokens", sum(tokens) or None)
     add("tokens/s", measured["tokens_per_second"])
     add("peak memory", measured["peak_gib"], " GiB a GPU")
-    if measured["hours"] is not None:
-        rows.append(("time", format_clock(round(measured["hours"] * 3600))))
-    if plan.get("gpus") is not None:
-        rows.append(("GPUs", _gpus(plan["gpus"], as_list(machine.get("gpus")))))
-    if (plan.get("nodes") or 1) > 1:
-        rows.append(("nodes", plan["nodes"]))
+    hours = measured["hours"]
+    if hours is not None:
+        rows.append(("time", format_clock(round(hours * 3600))))
+    gpus = plan.get("gpus")
+    if gpus is not None:
+        cards = as_list(machine.get("gpus"))
+        rows.append(("GPUs", _describe_gpus(gpus, cards)))
+    nodes = plan.get("nodes") or 1
+    if nodes > 1:
+        rows.append(("nodes", nodes))
     if run.manifest.get("deepspeed"):
         rows.append(("DeepSpeed", "yes"))
-    return _part("Training", ("", ""), rows)
+    return _render_part("Training", ("", ""), rows)
 
 
-def _part(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A part of the card with one table; empty without rows."""
+def _render_part(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A heading and a table; empty without rows."""
     if not rows:
         return ""
-    return f"## {title}\n\n{_table(head, rows)}"
+    return f"## {title}\n\n{_render_table(head, rows)}"
 
 
-def _gpus(count: object, cards: Sequence[object]) -> str:
+def _describe_gpus(count: object, cards: Sequence[object]) -> str:
     if not count:
         return "none, the CPU"
     if not cards:
@@ -330,7 +332,7 @@ def _gpus(count: object, cards: Sequence[object]) -> str:
     return f"{count} x {cards[0]}"
 
 
-def _losses(run: Run) -> str:
+def _render_losses(run: Run) -> str:
     """Losses at some steps, evenly apart, and every validation loss near them."""
     columns = run.series.columns
     losses = columns.get("loss", ())
@@ -339,7 +341,8 @@ def _losses(run: Run) -> str:
         return ""
     last = len(places) - 1
     count = min(_LOSSES, len(places))
-    chosen = sorted({places[round(last * nth / max(1, count - 1))] for nth in range(count)})
+    intervals = max(1, count - 1)
+    chosen = sorted({places[round(last * nth / intervals)] for nth in range(count)})
     names = {"loss": "loss", "eval_loss": "validation loss"}
     if run.stage in PAIRED:
         names |= {"rewards/margins": "reward margin", "rewards/accuracies": "reward accuracy"}
@@ -347,13 +350,13 @@ def _losses(run: Run) -> str:
     rows = []
     for number in chosen:
         row: list[object] = [run.series.steps[number]]
-        row += [_value_up_to(columns[name], number) for name in present]
+        row += [_find_last_value(columns[name], number) for name in present]
         rows.append(row)
-    return _part("Loss", ["step", *(names[name] for name in present)], rows)
+    return _render_part("Loss", ["step", *(names[name] for name in present)], rows)
 
 
-def _value_up_to(column: Sequence[float | None], number: int) -> str:
-    """The last value of a column up to this row."""
+def _find_last_value(column: Sequence[float | None], number: int) -> str:
+    """The value of a column at this row, or at the last one before that has a value."""
     for earlier in range(number, -1, -1):
         value = column[earlier]
         if value is not None:
@@ -361,39 +364,39 @@ def _value_up_to(column: Sequence[float | None], number: int) -> str:
     return ""
 
 
-def _arguments(run: Run) -> str:
+def _render_arguments(run: Run) -> str:
     """The arguments that somebody set; places on the disk of the machine are left out."""
     rows = []
     for name, item in run.arguments.items():
         origin = str(item.get("origin", ""))
         if origin.startswith("default: ") or name in _PLACES:
             continue
-        rows.append([f"`{name}`", f"`{_without_places(item.get('value'))}`"])
-    return _part("Arguments", ("argument", "value"), rows)
+        rows.append([f"`{name}`", f"`{_strip_places(item.get('value'))}`"])
+    return _render_part("Arguments", ("argument", "value"), rows)
 
 
-def _without_places(value: object) -> object:
-    """A value without the folders of this machine that its absolute paths name."""
+def _strip_places(value: object) -> object:
+    """Cut absolute paths in a value to their last name."""
     if isinstance(value, str) and value.startswith(("/", "~")):
         return Path(value).name
     if isinstance(value, list):
-        return [_without_places(item) for item in value]
+        return [_strip_places(item) for item in value]
     return value
 
 
-def _data(run: Run) -> str:
+def _render_data(run: Run) -> str:
     rows = []
-    for record in _data_records(run):
-        name = _without_places(str(record.get("name")))
+    for record in _list_data_records(run):
+        name = _strip_places(str(record.get("name")))
         digest = str(record.get("digest") or "unknown")
         rows.append([f"`{name}`", f"`{digest[:16]}`"])
-    return _part("Data", ("data set", "sha256 (first 16 digits)"), rows)
+    return _render_part("Data", ("data set", "sha256 (first 16 digits)"), rows)
 
 
-def _versions(run: Run) -> str:
+def _render_versions(run: Run) -> str:
     source = as_mapping(run.manifest.get("upstream"))
     packages = as_mapping(as_mapping(run.manifest.get("trainer")).get("packages"))
     rows: list[list[object]] = [["launch", run.manifest.get("launch_commit") or "unknown"]]
     rows.append([source.get("backend"), source.get("version")])
     rows += [[name, packages[name]] for name in python.DECISIVE if name in packages]
-    return _part("Versions", ("", ""), rows)
+    return _render_part("Versions", ("", ""), rows)

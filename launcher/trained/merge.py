@@ -68,18 +68,18 @@ class Merged:
         }
 
     def lines(self) -> list[str]:
-        allowed = f"at most {_share(self.tolerance)} in {self.dtype}"
+        allowed = f"at most {_format_share(self.tolerance)} in {self.dtype}"
         return [
             f"merged into {self.base.name}: {self.output} ({self.dtype})",
             f"checked over {self.positions} positions: the logits of base and adapter, and "
-            f"those of what was saved, differ by {_share(self.error)} ({allowed})",
-            f"the adapter itself moves them by {_share(self.effect)}, and {self.kept:.1%} of that "
-            "is kept",
+            f"those of what was saved, differ by {_format_share(self.error)} ({allowed})",
+            f"the adapter itself moves them by {_format_share(self.effect)}, "
+            f"and {self.kept:.1%} of that is kept",
         ]
 
 
-def _share(value: float) -> str:
-    """A share in percent, with two digits that count."""
+def _format_share(value: float) -> str:
+    """Percent, with two significant digits."""
     return f"{value * 100:.2g} %"
 
 
@@ -112,7 +112,7 @@ def merge(
     assert model.base is not None
     output = Path(os.path.abspath(output))
     require_free(output)
-    with _unfinished(output) as folder:
+    with _create_unfinished_folder(output) as folder:
         result = _merge_into(folder, model, trainer, environ, say)
         fault = checkpoints.model_fault(folder)
         if fault is not None:
@@ -121,7 +121,7 @@ def merge(
             )
         require_free(output)
         os.rename(folder, output)
-    return replace(result, output=output, findings=tuple(_notes(model, result)))
+    return replace(result, output=output, findings=tuple(_note_differences(model, result)))
 
 
 def require_free(output: Path) -> None:
@@ -160,15 +160,15 @@ def _merge_into(
     if not (result.error <= result.tolerance and result.kept >= LEAST_KEPT):
         message = (
             "the merged model does not say what base and adapter say: its logits differ by "
-            f"{_share(result.error)} (at most {_share(result.tolerance)} is rounding in "
-            f"{result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
+            f"{_format_share(result.error)} (at most {_format_share(result.tolerance)} is rounding "
+            f"in {result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
         )
         help = "nothing was written; serve base and adapter as they are"
         raise not_ready("merge-differs", message, help, file=str(model.path))
     return result
 
 
-def _notes(model: TrainedModel, result: Merged) -> Iterator[Finding]:
+def _note_differences(model: TrainedModel, result: Merged) -> Iterator[Finding]:
     if model.quantised:
         message = (
             "the adapter was trained on a base in 4 or 8 bits (QLoRA) and is merged into the "
@@ -188,7 +188,7 @@ def _notes(model: TrainedModel, result: Merged) -> Iterator[Finding]:
 
 
 @contextlib.contextmanager
-def _unfinished(output: Path) -> Iterator[Path]:
+def _create_unfinished_folder(output: Path) -> Iterator[Path]:
     """A folder beside `output` to write into, gone afterwards unless it was renamed.
 
     It is locked: one whose lock is free was left by a merge that was killed, and is emptied. Raises
@@ -204,7 +204,7 @@ def _unfinished(output: Path) -> Iterator[Path]:
     try:
         if try_lock(lock) is False or not _is_open(folder, lock):
             raise not_ready("merge-runs", f"another merge writes {output}", file=str(folder))
-        _empty(folder)
+        _empty_folder(folder)
         yield folder
     finally:
         if _is_open(folder, lock):
@@ -220,7 +220,7 @@ def _is_open(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _empty(folder: Path) -> None:
+def _empty_folder(folder: Path) -> None:
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)

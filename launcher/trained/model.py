@@ -89,7 +89,7 @@ def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
         return None
     path = Path(os.path.abspath(folder))
     run = writer_of(path)
-    return _described(path, run, base)
+    return _describe_model(path, run, base)
 
 
 def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
@@ -97,28 +97,28 @@ def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
     what to type.
     """
     manifest = rundir.read_manifest(run)
-    output = output_of(manifest)
+    output = find_output(manifest)
     if output is None:
         message = f"the record of {run.path.name} names no output folder"
         raise not_ready(
             "no-final-model", message, "give the model's folder instead", file=str(run.manifest)
         )
-    why = why_unfinished(run)
+    why = explain_unfinished(run)
     if why is not None:
-        raise _no_final_model(run, manifest, output, why)
+        raise _explain_missing_model(run, manifest, output, why)
     folder = final_folder(manifest, output)
     if not _has_config(folder):
-        raise _no_final_model(run, manifest, output, f"{folder} holds no model any more")
-    return _described(folder, run, base)
+        raise _explain_missing_model(run, manifest, output, f"{folder} holds no model any more")
+    return _describe_model(folder, run, base)
 
 
-def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
+def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
     fault = checkpoints.model_fault(path)
     if fault is not None:
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
     is_adapter = model_files.is_adapter(path)
     manifest = Manifest() if run is None else rundir.read_manifest(run)
-    base = base or _recorded_base(manifest)
+    base = base or _find_recorded_base(manifest)
     if base is None and is_adapter:
         name = model_files.adapter_base(path)
         if name is not None:
@@ -145,22 +145,26 @@ def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedM
     )
 
 
-def _recorded_base(manifest: Manifest) -> Base | None:
+def _find_recorded_base(manifest: Manifest) -> Base | None:
     """The model that a run started from; a relative name starts where launch was started."""
     name = manifest.argument("model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
-    if manifest.cwd is not None and is_dir(os.path.join(manifest.cwd, name)):
-        return Base(name=os.path.join(manifest.cwd, name))
+    if manifest.cwd is not None:
+        folder = os.path.join(manifest.cwd, name)
+        if is_dir(folder):
+            return Base(name=folder)
     revision = manifest.argument("model_revision")
-    return Base(name=name, revision=revision if isinstance(revision, str) else None)
+    if not isinstance(revision, str):
+        revision = None
+    return Base(name=name, revision=revision)
 
 
 def _has_config(folder: Path) -> bool:
     return is_file(folder / "config.json") or is_file(folder / model_files.ADAPTER)
 
 
-def output_of(manifest: Manifest) -> Path | None:
+def find_output(manifest: Manifest) -> Path | None:
     """The output folder of a run as an absolute path."""
     if manifest.output is None:
         return None
@@ -191,10 +195,10 @@ def writer_of(folder: Path) -> RunFolder | None:
     return None if newest is None else RunFolder(newest)
 
 
-def why_unfinished(run: RunFolder) -> str | None:
+def explain_unfinished(run: RunFolder) -> str | None:
     """Why a run has no final model, as far as its verdict tells; None where it came to its end."""
-    verdict = verdict_of(run)
-    finish = finish_of(verdict)
+    verdict = read_verdict(run)
+    finish = find_finish(verdict)
     if finish.get("state") == "completed":
         return None
     if finish.get("state") == "running":
@@ -204,28 +208,28 @@ def why_unfinished(run: RunFolder) -> str | None:
     return "it did not come to its end" if cause is None else cause.text
 
 
-def finish_of(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_finish(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
     for point in summary.points(verdict):
         if point.get("name") == "finish":
             return point
     return {}
 
 
-def verdict_of(run: RunFolder) -> Mapping[str, Any]:
+def read_verdict(run: RunFolder) -> Mapping[str, Any]:
     """The verdict of a run's last attempt; judged now where nobody has yet."""
     if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)
     return judge.judge_run(run).verdict.as_json()
 
 
-def _no_final_model(run: RunFolder, manifest: Manifest, output: Path, why: str) -> NotReady:
+def _explain_missing_model(run: RunFolder, manifest: Manifest, output: Path, why: str) -> NotReady:
     message = f"{run.path.name} has no final model: {why}"
-    help = "; ".join(_instead(manifest, output)) or "launch runs lists the others"
+    help = "; ".join(_suggest_alternatives(manifest, output)) or "launch runs lists the others"
     return not_ready("no-final-model", message, help, file=str(output))
 
 
-def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
-    """What to do without a final model: load a checkpoint, or continue."""
+def _suggest_alternatives(manifest: Manifest, output: Path) -> Iterator[str]:
+    """Load a checkpoint, or continue the training."""
     saved: list[Checkpoint] = []
     if manifest.backend in BACKENDS:
         saved = checkpoints.find(str(manifest.backend), output)
@@ -233,16 +237,16 @@ def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
         checkpoint for checkpoint in saved if checkpoints.model_fault(checkpoint.path) is None
     ]
     if loadable:
-        yield f"checkpoints that can be loaded: {_names(loadable)}"
+        yield f"checkpoints that can be loaded: {_join_names(loadable)}"
         yield f"launch chat {shown(loadable[-1].path)}"
     elif saved:
-        yield f"its checkpoints hold training states, no model: {_names(saved)}"
+        yield f"its checkpoints hold training states, no model: {_join_names(saved)}"
     else:
         yield "it has saved no checkpoint"
     yield "the command that started it continues it"
 
 
-def _names(listed: list[Checkpoint]) -> str:
+def _join_names(listed: list[Checkpoint]) -> str:
     return ", ".join(checkpoint.name for checkpoint in listed[-_SHOWN:])
 
 
@@ -271,7 +275,7 @@ def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) 
 def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
     if named is not None or os.environ.get("LAUNCH_PYTHON"):
         return python.find_trainer(named, None)
-    recorded = _recorded_python(model)
+    recorded = _find_recorded_python(model)
     if recorded is not None:
         return python.ask_trainer(recorded, "the Python that trained it")
     return python.find_trainer(None, None)
@@ -297,7 +301,7 @@ def _is_own(run: RunFolder | None) -> bool:
     )
 
 
-def _recorded_python(model: TrainedModel) -> Path | None:
+def _find_recorded_python(model: TrainedModel) -> Path | None:
     """The Python that a run's record names; None where it is gone, or where others could have
     written that.
     """

@@ -61,18 +61,17 @@ def of_model(model: TrainedModel) -> NextSteps:
         model=shown(model.path),
         chat=f"launch chat {target}",
         merge=merging,
-        serve=_serve(model, target),
-        push=f"{_card(model, target)} && {_upload(model)}",
+        serve=_format_serve_command(model, target),
+        push=f"{_format_card_command(model, target)} && {_format_upload_command(model)}",
     )
 
 
-def _repository(model: TrainedModel) -> str:
-    """What the model could be called on the hub."""
+def _suggest_repository(model: TrainedModel) -> str:
     name = _UNSAFE.sub("-", model.path.name).strip("-.") or "model"
     return f"{_OWNER}/{name}"
 
 
-def _card(model: TrainedModel, target: str) -> str:
+def _format_card_command(model: TrainedModel, target: str) -> str:
     """The command that writes the card; a card of somebody else, such as TRL's, is moved aside."""
     command = f"launch card {target}"
     if card.is_foreign(model.path / card.NAME):
@@ -80,11 +79,14 @@ def _card(model: TrainedModel, target: str) -> str:
     return command
 
 
-def _upload(model: TrainedModel) -> str:
-    words = ["hf", "upload", _repository(model), shown(model.path), "."]
+def _format_upload_command(model: TrainedModel) -> str:
+    words = ["hf", "upload", _suggest_repository(model), shown(model.path), "."]
     names = files.names(model.path)
-    # of each kind of folder that holds training states
-    left_out = {re.sub(r"\d+\Z", "*", name) for name in names if layout.is_checkpoint(name)}
+    left_out = set()
+    for name in names:
+        if layout.is_checkpoint(name):
+            # one pattern for each kind of folder that holds training states
+            left_out.add(re.sub(r"\d+\Z", "*", name))
     if card.ASIDE in names or card.is_foreign(model.path / card.NAME):
         left_out.add(card.ASIDE)
     for pattern in sorted(left_out):
@@ -92,11 +94,11 @@ def _upload(model: TrainedModel) -> str:
     return shlex.join(words)
 
 
-def _serve(model: TrainedModel, target: str) -> str:
+def _format_serve_command(model: TrainedModel, target: str) -> str:
     if not model.is_adapter or model.base is None:
         return shlex.join(["vllm", "serve", shown(model.path)])
     config = files.read_json(model.path / model_files.ADAPTER)
-    rank = _rank(config)
+    rank = _choose_rank_limit(config)
     if rank is None:
         merged = shown(merge.usual_output(model))
         return f"launch merge {target} && {shlex.join(['vllm', 'serve', merged])}"
@@ -107,7 +109,7 @@ def _serve(model: TrainedModel, target: str) -> str:
     return shlex.join([*words, "--lora-modules", f"{model.path.name}={shown(model.path)}"])
 
 
-def _rank(config: Mapping[str, object]) -> int | None:
+def _choose_rank_limit(config: Mapping[str, object]) -> int | None:
     """The rank that vLLM must make room for; None for an adapter that it does not serve (DoRA,
     whole layers).
     """

@@ -55,14 +55,14 @@ def choose(manifest: Manifest, count: int) -> Prompts:
     """So many prompts, evenly from the first rows of the data; relative names start at the working
     directory.
     """
-    place = next(_places(manifest), None)
+    place = next(_find_row_files(manifest), None)
     if place is None:
         missing = "the rows of the data set are not in files that launch reads"
         return Prompts(origin="", missing=missing)
     prompts: list[Prompt] = []
     try:
         for file in place.files:
-            prompts += _prompts_in(file)
+            prompts += _read_prompts(file)
     except (CannotRead, OSError) as error:
         return Prompts(origin=place.origin, missing=str(error))
     if not prompts:
@@ -72,7 +72,7 @@ def choose(manifest: Manifest, count: int) -> Prompts:
     return Prompts(origin=place.origin, chosen=tuple(prompts[::step][:count]))
 
 
-def _places(manifest: Manifest) -> Iterator[_RowFiles]:
+def _find_row_files(manifest: Manifest) -> Iterator[_RowFiles]:
     """The files to choose from, the best first: a split that was not trained on, then what was."""
     values = {name: manifest.argument(name) for name in manifest.args}
     name = values.get("dataset_name")
@@ -81,12 +81,12 @@ def _places(manifest: Manifest) -> Iterator[_RowFiles]:
     if isinstance(name, str) and name and not values.get("datasets"):
         test = str(values.get("dataset_test_split") or "test")
         for split in (test, *_HELD_BACK):
-            source = _split(name, split, config)
+            source = _open_split(name, split, config)
             if split != trained and source is not None and source.files:
                 yield _RowFiles(f"the split {split}, which was not trained on", source.files)
-        trained_on = [_split(name, trained, config)]
+        trained_on = [_open_split(name, trained, config)]
     else:
-        trained_on = list(_trained_on(values))
+        trained_on = list(_list_trained_sources(values))
     files: list[Path] = []
     for source in trained_on:
         if source is not None:
@@ -95,7 +95,7 @@ def _places(manifest: Manifest) -> Iterator[_RowFiles]:
         yield _RowFiles("rows that were trained on", tuple(files))
 
 
-def _split(name: str, split: str, config: Any) -> Source | None:
+def _open_split(name: str, split: str, config: Any) -> Source | None:
     split_names = sources.split_names(name, config)
     if split_names is not None and split not in split_names:
         return None
@@ -108,7 +108,7 @@ def _split(name: str, split: str, config: Any) -> Source | None:
         return None
 
 
-def _trained_on(values: Mapping[str, Any]) -> Iterator[Source]:
+def _list_trained_sources(values: Mapping[str, Any]) -> Iterator[Source]:
     mixed = mixture.of_values(values, os.environ)
     if mixed is not None:
         for mixed_set in mixed.sets:
@@ -125,7 +125,7 @@ def _trained_on(values: Mapping[str, Any]) -> Iterator[Source]:
                 yield sources.of_name(name, split, None, os.environ)
 
 
-def _prompts_in(file: Path) -> Iterator[Prompt]:
+def _read_prompts(file: Path) -> Iterator[Prompt]:
     for _, row in islice(reading.read_rows(file), _ROWS):
         if isinstance(row, BadRow) or not isinstance(row, dict):
             continue
@@ -140,47 +140,47 @@ def _prompts_in(file: Path) -> Iterator[Prompt]:
 def of_row(row: Mapping[str, Any]) -> Prompt | None:
     """The prompt of a row as the trainers read it; None where it holds none, or more than text."""
     if row.get("chosen") is not None:
-        return _of_pair(row.get("prompt"), row["chosen"])
+        return _convert_pair(row.get("prompt"), row["chosen"])
     if row.get("prompt") is not None:
-        return _of_completion(row["prompt"], row.get("completion"))
+        return _convert_completion(row["prompt"], row.get("completion"))
     for column in ("messages", "conversations"):
-        messages = _messages(row.get(column))
+        messages = _read_messages(row.get(column))
         if messages is not None:
-            return _up_to_first_answer(messages)
+            return _cut_at_first_answer(messages)
     return None
 
 
-def _of_pair(prompt: object, chosen: object) -> Prompt | None:
+def _convert_pair(prompt: object, chosen: object) -> Prompt | None:
     if isinstance(chosen, str):
-        return _of_completion(prompt, chosen)
-    messages = _messages(chosen)
+        return _convert_completion(prompt, chosen)
+    messages = _read_messages(chosen)
     if messages is None:
         return None
     before = _as_messages(prompt) or []
     # the answers may repeat their prompt
     if messages[: len(before)] != before:
         messages = [*before, *messages]
-    return _prompt(messages[:-1], messages[-1]["content"])
+    return _build_prompt(messages[:-1], messages[-1]["content"])
 
 
-def _of_completion(prompt: object, completion: object) -> Prompt | None:
+def _convert_completion(prompt: object, completion: object) -> Prompt | None:
     messages = _as_messages(prompt)
     if messages is None:
         return None
     if isinstance(completion, str):
-        return _prompt(messages, completion)
-    answer = _messages(completion)
-    return _prompt(messages, "" if answer is None else answer[-1]["content"])
+        return _build_prompt(messages, completion)
+    answer = _read_messages(completion)
+    return _build_prompt(messages, "" if answer is None else answer[-1]["content"])
 
 
-def _up_to_first_answer(messages: Messages) -> Prompt | None:
+def _cut_at_first_answer(messages: Messages) -> Prompt | None:
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            return _prompt(messages[:place], message["content"])
+            return _build_prompt(messages[:place], message["content"])
     return None
 
 
-def _prompt(messages: Messages, expected: str) -> Prompt | None:
+def _build_prompt(messages: Messages, expected: str) -> Prompt | None:
     if not messages or messages[-1]["role"] != "user":
         return None
     return Prompt(messages=messages, expected=expected)
@@ -189,10 +189,10 @@ def _prompt(messages: Messages, expected: str) -> Prompt | None:
 def _as_messages(prompt: object) -> Messages | None:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}] if prompt.strip() else None
-    return _messages(prompt)
+    return _read_messages(prompt)
 
 
-def _messages(value: object) -> Messages | None:
+def _read_messages(value: object) -> Messages | None:
     """Messages of text with `role` and `content`; None where they are something else."""
     if not isinstance(value, list):
         return None

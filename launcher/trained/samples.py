@@ -27,7 +27,7 @@ def is_due(folder: RunFolder) -> bool:
     # the runs of a bench, a ladder or a tune are trials
     if not rundir.read_manifest(folder).samples or rundir.is_campaign(folder.path.parent):
         return False
-    return model.why_unfinished(folder) is None
+    return model.explain_unfinished(folder) is None
 
 
 def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], Non
     """
     manifest = rundir.read_manifest(folder)
     chosen = prompts.choose(manifest, manifest.samples or 0)
-    record = _record(chosen)
+    record = _build_record(chosen)
     try:
         trained = model.of_run(folder)
         record["base"] = None if trained.base is None else trained.base.as_json()
@@ -55,7 +55,7 @@ def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], Non
     files.write_json(folder.samples, attempt.redactor(folder).redact(record))
 
 
-def _record(chosen: Prompts) -> dict[str, Any]:
+def _build_record(chosen: Prompts) -> dict[str, Any]:
     return {
         "version": VERSION,
         "from": chosen.origin,

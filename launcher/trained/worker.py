@@ -120,11 +120,11 @@ class Worker:
                 # the process was ended within a line
                 break
             if event["event"] == "failed":
-                raise self._failure(event)
+                raise self._explain_failure(event)
             yield event
             if event["event"] in last:
                 return
-        raise self._lost()
+        raise self._explain_exit()
 
     def wait_for(self, name: str) -> dict[str, Any]:
         """The next event of that name."""
@@ -133,7 +133,7 @@ class Worker:
                 return event
         raise AssertionError("`events` ends with that event")
 
-    def _failure(self, event: Mapping[str, Any]) -> NotReady:
+    def _explain_failure(self, event: Mapping[str, Any]) -> NotReady:
         code = event["code"]
         if code in _CODES:
             return not_ready(code, event["message"], _CODES[code])
@@ -141,24 +141,23 @@ class Worker:
             help = "--devices names other GPUs, --cpu uses none"
             return not_ready(
                 "model-out-of-memory",
-                f"the model does not fit: {_one_line(event['message'])}",
+                f"the model does not fit: {_shorten_to_line(event['message'])}",
                 help,
             )
-        text = f"{event['type']}: {_one_line(event['message'])}"
-        return not_ready("model-fails", f"{self._trainer.python}: {text}", self._help())
+        text = f"{event['type']}: {_shorten_to_line(event['message'])}"
+        return not_ready("model-fails", f"{self._trainer.python}: {text}", self._quote_last_line())
 
-    def _lost(self) -> NotReady:
+    def _explain_exit(self) -> NotReady:
         self.kill()
         returncode = self._process.wait()
         how = f"ended with {returncode}"
         if returncode < 0:
             how = f"was ended by {signal.Signals(-returncode).name}"
         return not_ready(
-            "model-fails", f"the process that had loaded the model {how}", self._help()
+            "model-fails", f"the process that had loaded the model {how}", self._quote_last_line()
         )
 
-    def _help(self) -> str | None:
-        """The last line that the process printed."""
+    def _quote_last_line(self) -> str | None:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         printed = [line.strip() for line in lines if line.strip()]
@@ -167,5 +166,5 @@ class Worker:
         return f"its last line: {brief(printable(printed[-1]), 200)}"
 
 
-def _one_line(text: str) -> str:
+def _shorten_to_line(text: str) -> str:
     return brief(" ".join(text.split()), 600)

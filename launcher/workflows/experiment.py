@@ -83,7 +83,7 @@ class Campaign:
             for run in rundir.newest_first(folder):
                 # its command is gone, and nobody waits for it
                 if runner.is_alive(run.path) or lease.is_locked(run.lock):
-                    _stop(run)
+                    _stop_run(run)
             yield folder
 
 
@@ -184,11 +184,11 @@ def of_prepared(
     try:
         with unwatched():
             folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
-            with _time_limit(timeout_s, folder) as is_up:
+            with _limit_time(timeout_s, folder) as is_up:
                 interrupted = follow.until_over(folder, attempt, forward=True)
     except (KeyboardInterrupt, follow.Detached):
         # before anybody listened, or if a batch system signals every process of a job itself
-        _stop(prepared.folder)
+        _stop_run(prepared.folder)
         raise KeyboardInterrupt from None
     verdict, code = conclude.verdict_and_exit_code(folder, attempt)
     timed_out = is_up.is_set() and not interrupted and code is Exit.INTERRUPTED
@@ -206,7 +206,7 @@ def of_prepared(
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: float | None, folder: RunFolder) -> Iterator[threading.Event]:
+def _limit_time(seconds: float | None, folder: RunFolder) -> Iterator[threading.Event]:
     """Stop the run when its time is up; the event says whether that happened."""
     is_up = threading.Event()
     if seconds is None:
@@ -215,7 +215,7 @@ def _time_limit(seconds: float | None, folder: RunFolder) -> Iterator[threading.
 
     def end() -> None:
         is_up.set()
-        _stop(folder)
+        _stop_run(folder)
 
     timer = threading.Timer(max(0.0, seconds), end)
     timer.daemon = True
@@ -226,8 +226,8 @@ def _time_limit(seconds: float | None, folder: RunFolder) -> Iterator[threading.
         timer.cancel()
 
 
-def _stop(run: RunFolder) -> None:
-    """Stop what runs there; it may have ended by itself in the meantime."""
+def _stop_run(run: RunFolder) -> None:
+    """Stop a run, unless it has ended by itself."""
     with contextlib.suppress(LaunchError, OSError):
         stop.stop(run)
 

@@ -16,7 +16,7 @@ from real_training import needs_open_instruct, needs_trl
 from launcher.config import load
 from launcher.planning.collect import judge_request
 from launcher.planning.request import Request
-from launcher.workflows.rehearse.ask import Servers, described
+from launcher.workflows.rehearse.ask import Servers, describe_error
 from launcher.workflows.rehearse.attempts import Attempts
 
 SEED = int(os.environ.get("SEED", "20261124"))
@@ -244,7 +244,7 @@ def refusal_of(attempts: Attempts) -> str:
     if response.phase is None:
         return "its process ended"
     if response.refusal is not None:
-        return described(response.refusal)
+        return describe_error(response.refusal)
     attempts.parse_what_is_left_out()
     for finding in attempts.findings:
         return finding.message

@@ -183,7 +183,7 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
         except InvalidConfig as error:
             wrong[variant.name] = error
     if wrong:
-        raise InvalidConfig(_stopping(wrong, len(bench.variants)))
+        raise InvalidConfig(_collect_stops(wrong, len(bench.variants)))
     batch = max(variant.plan.global_batch for variant in variants)
     root = request.runs or rundir.runs_root()
     lacking: dict[str, LaunchError] = {}
@@ -197,9 +197,9 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
         except NotReady as error:
             lacking[planned.variant.name] = error
     if wrong:
-        raise InvalidConfig(_stopping(wrong, len(variants)))
+        raise InvalidConfig(_collect_stops(wrong, len(variants)))
     if len(lacking) == len(variants):
-        raise NotReady(_stopping(lacking, len(variants)))
+        raise NotReady(_collect_stops(lacking, len(variants)))
     identities = []
     warnings = []
     for planned in variants:
@@ -214,20 +214,20 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
         resolved={planned.variant.name: planned.facts for planned in variants},
         batch=batch,
         key=experiment.key_of([BENCH_VERSION, bench.steps, identities]),
-        findings=tuple(_named(warnings, len(variants))),
+        findings=tuple(_name_variants(warnings, len(variants))),
     )
 
 
-def _stopping(stops: Mapping[str, LaunchError], count: int) -> list[Finding]:
-    """What stops variants, each finding with the names of those that it is about."""
+def _collect_stops(stops: Mapping[str, LaunchError], count: int) -> list[Finding]:
+    """Each finding that stops variants, with the names of those variants."""
     findings = []
     for name, error in stops.items():
         for finding in errors(error.findings) or error.findings:
             findings.append((name, finding))
-    return _named(findings, count)
+    return _name_variants(findings, count)
 
 
-def _named(findings: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
+def _name_variants(findings: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
     """Each finding once, with the names of those of the `count` variants that it is about."""
     names: dict[Finding, list[str]] = {}
     for name, finding in findings:
@@ -272,18 +272,24 @@ class _VariantPlanner:
         file = self.file.with_overrides(*variant.overrides)
         judged = file.read()
         # an expectation may still follow the switch that is turned
-        findings = [f for f in judged.findings if f.code != "impossible-expectation"]
+        findings = []
+        for finding in judged.findings:
+            if finding.code != "impossible-expectation":
+                findings.append(finding)
         facts = self.facts(file, replace(judged, findings=tuple(findings)))
-        further = (*_expected(facts, variant.keys), *_batch(facts, variant.keys, self))
+        further = list(_adapt_expectations(facts, variant.keys))
+        further += _adapt_accumulation(facts, variant.keys, self)
         if further:
-            variant = replace(variant, overrides=(*variant.overrides, *further))
+            overrides = (*variant.overrides, *further)
+            variant = replace(variant, overrides=overrides)
             facts = facts.with_overrides(*further)
         else:
             facts = self.facts(file, judged)
-        return _PlannedVariant(variant, facts, prepare.complete(facts.of_any_machine()))
+        prepared = prepare.complete(facts.of_any_machine())
+        return _PlannedVariant(variant, facts, prepared)
 
 
-def _expected(facts: Facts, changed: set[str]) -> Iterator[str]:
+def _adapt_expectations(facts: Facts, changed: set[str]) -> Iterator[str]:
     """Expectations that follow a switch: a file that expects packing expects none without it."""
     stage = facts.stage
     entry = stage.entry
@@ -304,7 +310,7 @@ def _expected(facts: Facts, changed: set[str]) -> Iterator[str]:
         if changed.intersection(("expect", f"expect.{point}")):
             continue
         if point == "attention":
-            yield f"expect.attention={_attention_state(facts)}"
+            yield f"expect.attention={_find_attention_state(facts)}"
             continue
         is_on = entry.liger(values) if point == "liger" else entry.packs(values, rows)
         if is_on == (expected == "off"):
@@ -312,7 +318,7 @@ def _expected(facts: Facts, changed: set[str]) -> Iterator[str]:
             yield f"expect.{point}={on if is_on else off}"
 
 
-def _attention_state(facts: Facts) -> str:
+def _find_attention_state(facts: Facts) -> str:
     """The state of the attention that a variant takes; `any` if a verdict has no word for it."""
     chosen = check.settle(facts.of_any_machine()).attention
     name = str(chosen or facts.stage.values.get("attn_implementation"))
@@ -320,7 +326,7 @@ def _attention_state(facts: Facts) -> str:
     return state if state in EXPECT["attention"] else "any"
 
 
-def _batch(facts: Facts, changed: set[str], planner: _VariantPlanner) -> Iterator[str]:
+def _adapt_accumulation(facts: Facts, changed: set[str], planner: _VariantPlanner) -> Iterator[str]:
     """Accumulation that keeps the global batch if only the rows of a device were changed."""
     names = facts.stage.entry.names
     if names.per_device not in changed or facts.stage.options.batch:
@@ -356,7 +362,8 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
         # what could not start is tried again, and what timed out if there is more time now
         limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
         for sample in _read_samples(bench.folder):
-            if sample.seconds >= limits.get(sample.cause, 0.0):
+            limit = limits.get(sample.cause, 0.0)
+            if sample.seconds >= limit:
                 bench.samples.append(sample)
         yield bench
 
@@ -391,7 +398,7 @@ def run(bench: Bench, *, show: Callable[[str], None]) -> Exit:
             )
             bench.samples.append(sample)
             bench.write()
-            show(f"  {_outcome(sample)}")
+            show(f"  {_describe_outcome(sample)}")
     if stop.requested:
         return Exit.INTERRUPTED
     if any(sample.measured for sample in bench.samples):
@@ -401,7 +408,7 @@ def run(bench: Bench, *, show: Callable[[str], None]) -> Exit:
     return Exit.TRAINING
 
 
-def _outcome(sample: Sample) -> str:
+def _describe_outcome(sample: Sample) -> str:
     if not sample.measured:
         return f"{sample.cause}: {sample.reason}"
     speed = sample.speed
@@ -427,14 +434,14 @@ def write_page(bench: Bench) -> None:
         if folders:
             runs[folders[0]] = row.variant
     title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
-    lead = Lead(title=title, tables=(_table(rows),), lines=remarks(bench), names=runs)
+    lead = Lead(title=title, tables=(_build_table(rows),), lines=remarks(bench), names=runs)
     experiment.page(runs, bench.folder / PAGE, lead)
 
 
 Cell = Callable[[VariantSummary], str]
 
 
-def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Cell:
+def _create_median_cell(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Cell:
     def cell(row: VariantSummary) -> str:
         spread = row.spreads.get(name)
         if spread is None:
@@ -446,32 +453,32 @@ def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> C
     return cell
 
 
-def _speed_ratio(row: VariantSummary) -> str:
+def _format_speed_ratio(row: VariantSummary) -> str:
     return _NO_VALUE if row.speed_ratio is None else f"{row.speed_ratio:.2f}x"
 
 
-def _loss_change(row: VariantSummary) -> str:
+def _format_loss_change(row: VariantSummary) -> str:
     return _NO_VALUE if row.loss_change is None else f"{row.loss_change:+.2%}"
 
 
-def _runs(row: VariantSummary) -> str:
+def _count_runs(row: VariantSummary) -> str:
     speed = row.spreads.get(SPEED)
     count = str(speed.n if speed else 0)
     return f"{count}, {len(row.failures)} failed" if row.failures else count
 
 
 COLUMNS: Mapping[str, Cell] = {
-    "tokens/s/GPU": _median(SPEED),
-    "speed": _speed_ratio,
-    "loss change": _loss_change,
-    "peak GiB": _median("peak_allocated_gib", digits=3),
-    "MFU": _median("mfu", 100, " %", 3),
-    "wasted": _median("wasted_share", 100, " %", 3),
-    "tokens/step": _median("tokens_per_step"),
-    "s/step": _median("seconds_per_step"),
-    "s before": _median("seconds_before_steps", digits=3),
-    "loss/token": _median(LOSS, digits=5),
-    "runs": _runs,
+    "tokens/s/GPU": _create_median_cell(SPEED),
+    "speed": _format_speed_ratio,
+    "loss change": _format_loss_change,
+    "peak GiB": _create_median_cell("peak_allocated_gib", digits=3),
+    "MFU": _create_median_cell("mfu", 100, " %", 3),
+    "wasted": _create_median_cell("wasted_share", 100, " %", 3),
+    "tokens/step": _create_median_cell("tokens_per_step"),
+    "s/step": _create_median_cell("seconds_per_step"),
+    "s before": _create_median_cell("seconds_before_steps", digits=3),
+    "loss/token": _create_median_cell(LOSS, digits=5),
+    "runs": _count_runs,
 }
 """The decisive ones come first: on a narrow terminal the others may have to go below."""
 
@@ -487,8 +494,8 @@ def standing(row: VariantSummary) -> str:
     return f"{word}: {row.why}" if row.why else word
 
 
-def _table(rows: Iterable[VariantSummary]) -> list[dict[str, str]]:
-    """The rows as texts, without columns that have no value in any row."""
+def _build_table(rows: Iterable[VariantSummary]) -> list[dict[str, str]]:
+    """Columns that have no value in any row are left out."""
     table = []
     for row in rows:
         cells = {head: cell(row) for head, cell in COLUMNS.items()}
@@ -521,7 +528,7 @@ def remarks(bench: Bench) -> list[str]:
 def show(bench: Bench) -> None:
     redactor = bench.redactor
     console.print_findings(comparison.baseline_fault(bench.samples), redactor)
-    table = _table(bench.rows)
+    table = _build_table(bench.rows)
     if table:
         console.print_table(table, tuple(table[0]), redactor)
     for line in remarks(bench):

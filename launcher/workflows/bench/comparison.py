@@ -12,7 +12,7 @@ from launcher.errors import Finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
-from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
+from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, is_steadily_ahead
 
 SPEED = "tokens_per_second_per_gpu"
 LOSS = "loss_per_token"
@@ -110,10 +110,11 @@ class Sample:
         sample = codec.read_record(cls, {**data, "curve": []}, left_out)
         if left_out or not math.isfinite(sample.seconds):
             raise Misfit(str(left_out[:1]))
-        return replace(sample, curve=tuple(_curve_step(values) for values in curve))
+        steps = [_read_curve_step(values) for values in curve]
+        return replace(sample, curve=tuple(steps))
 
 
-def _curve_step(values: tuple[float | None, ...]) -> CurveStep:
+def _read_curve_step(values: tuple[float | None, ...]) -> CurveStep:
     if len(values) != len(CurveStep._fields):
         raise Misfit("the values of a step")
     tokens, weight, loss, norm, micro_batches = values
@@ -213,10 +214,10 @@ def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, flo
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
     """How many tokens every measured trial has trained on; None if none has a loss."""
-    return min((sample.tokens for sample in _with_curve(samples)), default=None)
+    return min((sample.tokens for sample in _select_with_curve(samples)), default=None)
 
 
-def _with_curve(samples: Iterable[Sample]) -> list[Sample]:
+def _select_with_curve(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.measured and sample.curve]
 
 
@@ -280,14 +281,14 @@ def _summarize(
     row = VariantSummary(
         variant=samples[0].variant,
         samples=samples,
-        spreads={**_spreads(measured), LOSS: Spread.of(loss for loss, _ in parts)},
+        spreads={**_compute_spreads(measured), LOSS: Spread.of(loss for loss, _ in parts)},
         steps_within=None if steps is None else steps.median,
         failures=tuple(f"{sample.cause}: {sample.reason}" for sample in failed),
         flaws=tuple(flaws),
     )
     reason = corrupt_reason(first.samples if first else samples)
     if first is not None:
-        row = _against(row, first)
+        row = _compare_to_first(row, first)
         if reason:
             why = f"{first.variant} trained on corrupt gradients: nothing is compared with it"
             return replace(row, standing="unknown", why=why)
@@ -301,14 +302,14 @@ def _summarize(
     return replace(row, standing=standing, why=why)
 
 
-def _spreads(measured: Sequence[Sample]) -> dict[str, Spread | None]:
+def _compute_spreads(measured: Sequence[Sample]) -> dict[str, Spread | None]:
     names = dict.fromkeys(name for sample in measured for name in sample.metrics)
     # the loss over everything that one trial saw cannot be compared with another's
     names.pop(LOSS, None)
     return {name: Spread.of(sample.metrics.get(name) for sample in measured) for name in names}
 
 
-def _against(row: VariantSummary, first: VariantSummary) -> VariantSummary:
+def _compare_to_first(row: VariantSummary, first: VariantSummary) -> VariantSummary:
     """The row with its ratio and changes; its standing is that of its speed alone."""
     speed = row.median(SPEED)
     first_speed = first.median(SPEED)
@@ -329,7 +330,7 @@ def _judge(
     row: VariantSummary, first: VariantSummary | None, tokens: float | None
 ) -> tuple[Standing, str]:
     """The standing of a variant that was measured and broke nothing, and why; gravest first."""
-    unproved = _unproved(row)
+    unproved = _list_unproved(row)
     doubts = []
     if unproved:
         doubts.append(f"not proved either way: {', '.join(unproved)}")
@@ -343,7 +344,7 @@ def _judge(
     if row.loss_change is None:
         return "unknown", f"{word}; no loss of both to compare"
     if abs(row.loss_change) > TOLERANCE:
-        return "loss changed", _changed_loss(row, first, word)
+        return "loss changed", _explain_changed_loss(row, first, word)
     early = []
     for summary in (first, row):
         if summary.steps_within and summary.steps_within <= 1:
@@ -356,13 +357,13 @@ def _judge(
     if doubts:
         standing: Standing = "unproven" if unproved or early else "flawed"
         return standing, f"{word}, but {'; '.join(doubts)}"
-    difference = _difference(row.samples, first.samples)
+    difference = _find_difference(row.samples, first.samples)
     if difference is not None:
         return "loss changed", f"{word}, but {difference}"
     return row.standing, row.why
 
 
-def _unproved(row: VariantSummary) -> list[str]:
+def _list_unproved(row: VariantSummary) -> list[str]:
     measured = [sample for sample in row.samples if sample.measured]
     names = [name for sample in measured for name in sample.unproved]
     if any(sample.gradients == "unknown" for sample in measured):
@@ -370,7 +371,7 @@ def _unproved(row: VariantSummary) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _changed_loss(row: VariantSummary, first: VariantSummary, word: str) -> str:
+def _explain_changed_loss(row: VariantSummary, first: VariantSummary, word: str) -> str:
     but = "but" if word == "faster" else "and"
     why = f"{word}, {but} the loss is {row.loss_change:+.1%}: beyond {share(TOLERANCE)}"
     steps = row.steps_within
@@ -381,17 +382,17 @@ def _changed_loss(row: VariantSummary, first: VariantSummary, word: str) -> str:
     return why
 
 
-def _difference(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
+def _find_difference(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
     """Why runs did not train as those of `base` did, although their losses are within tolerance."""
-    runs = _with_curve(samples)
-    base_runs = _with_curve(base)
+    runs = _select_with_curve(samples)
+    base_runs = _select_with_curve(base)
     if not runs or not base_runs:
         return None
-    return _other_norm(runs[0], base_runs[0]) or _smaller_fall(runs, base_runs)
+    return _compare_first_norm(runs[0], base_runs[0]) or _compare_loss_fall(runs, base_runs)
 
 
-def _other_norm(run: Sample, base_run: Sample) -> str | None:
-    """By the gradient norm of the first step, if that is of the same rows."""
+def _compare_first_norm(run: Sample, base_run: Sample) -> str | None:
+    """Why the first gradient norms differ; None if they do not, or are of different rows."""
     step = run.curve[0]
     base_step = base_run.curve[0]
     if step.norm is None or not base_step.norm or step.tokens != base_step.tokens:
@@ -406,25 +407,28 @@ def _other_norm(run: Sample, base_run: Sample) -> str | None:
     )
 
 
-def _smaller_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> str | None:
-    """By how far the loss fell, if steps hold the same tokens."""
+def _compare_loss_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> str | None:
+    """Why one loss fell less; None if it did not, or if steps hold different tokens."""
     length = min(len(run.curve) for run in (*runs, *base_runs))
-    steps = zip(runs[0].curve[:length], base_runs[0].curve[:length], strict=True)
-    if length < 2 or any(step.tokens != base_step.tokens for step, base_step in steps):
+    tokens = [step.tokens for step in runs[0].curve[:length]]
+    base_tokens = [step.tokens for step in base_runs[0].curve[:length]]
+    if length < 2 or tokens != base_tokens:
         return None
-    levels = _late_losses(runs, length)
-    base_levels = _late_losses(base_runs, length)
+    levels = _average_late_losses(runs, length)
+    base_levels = _average_late_losses(base_runs, length)
     start = statistics.fmean(run.curve[0].loss for run in base_runs)
     fall = start - statistics.median(levels)
     base_fall = start - statistics.median(base_levels)
-    scatter = max(max(levels) - min(levels), max(base_levels) - min(base_levels))
-    if base_fall <= 0 or base_fall - fall <= max(LESS_FALL * base_fall, scatter):
+    scatter = max(levels) - min(levels)
+    base_scatter = max(base_levels) - min(base_levels)
+    tolerated = max(LESS_FALL * base_fall, max(scatter, base_scatter))
+    if base_fall <= 0 or base_fall - fall <= tolerated:
         return None
     name = base_runs[0].variant
     return f"the loss falls by {fall:.4g}, {base_fall:.4g} in {name} over the same steps"
 
 
-def _late_losses(runs: Iterable[Sample], length: int) -> list[float]:
+def _average_late_losses(runs: Iterable[Sample], length: int) -> list[float]:
     """Each run's mean loss over the last half of its steps, but for the first one."""
     late = slice(max(1, length // 2), length)
     return [statistics.fmean(step.loss for step in run.curve[late]) for run in runs]
@@ -432,44 +436,44 @@ def _late_losses(runs: Iterable[Sample], length: int) -> list[float]:
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
     """How fast runs are beside those of `base`, as `compare` says. None without a speed of both."""
-    timed = _timed(runs)
-    base_timed = _timed(base)
+    timed = _select_timed(runs)
+    base_timed = _select_timed(base)
     speed = Spread.of(run.speed for run in timed)
     base_speed = Spread.of(run.speed for run in base_timed)
     if speed is None or base_speed is None:
         return None
     ratio = speed.median / base_speed.median
-    groups = [[_pace_of(run) for run in timed], [_pace_of(run) for run in base_timed]]
+    groups = [[_find_pace(run) for run in timed], [_find_pace(run) for run in base_timed]]
     if ratio <= 1:
         groups.reverse()
     by_chance = chance(*groups)
     fewest = min(speed.n, base_speed.n)
     if fewest < LEAST_RUNS:
         apart = speed.min > base_speed.max or speed.max < base_speed.min
-        clear = apart and abs(ratio - 1) >= ALONE and steadily(*groups)
+        clear = apart and abs(ratio - 1) >= ALONE and is_steadily_ahead(*groups)
         why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs"
-        return SpeedTest(_word(ratio, clear), by_chance, why, True)
+        return SpeedTest(_choose_standing(ratio, clear), by_chance, why, True)
     far = abs(ratio - 1) >= LEAST
     clear = by_chance <= ERROR
     why = ""
     if far and not clear:
         rare = f"chance alone does in {by_chance:.0%} of cases"
         why = f"{ratio - 1:+.1%} by the medians, which {rare}: more runs may tell"
-    return SpeedTest(_word(ratio, clear and far), by_chance, why, False)
+    return SpeedTest(_choose_standing(ratio, clear and far), by_chance, why, False)
 
 
-def _timed(samples: Iterable[Sample]) -> list[Sample]:
+def _select_timed(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.measured and sample.speed]
 
 
-def _pace_of(sample: Sample) -> Pace:
+def _find_pace(sample: Sample) -> Pace:
     if sample.pace or not sample.speed:
         return sample.pace
     # if steps are not known, all of them count as one
     return (1 / sample.speed,)
 
 
-def _word(ratio: float, clear: bool) -> Standing:
+def _choose_standing(ratio: float, clear: bool) -> Standing:
     if not clear:
         return "no difference"
     return "faster" if ratio > 1 else "slower"

@@ -69,15 +69,15 @@ def measure(
         shutil.rmtree(models, ignore_errors=True)
     if outcome.interrupted:
         raise KeyboardInterrupt
-    return _sample(variant, repeat, outcome)
+    return _build_sample(variant, repeat, outcome)
 
 
-def _sample(variant: Variant, repeat: int, outcome: Outcome) -> Sample:
+def _build_sample(variant: Variant, repeat: int, outcome: Outcome) -> Sample:
     verdict = outcome.verdict
     probe = evidence.read_run(outcome.run.path).probe
     ranks = list(probe.ranks.values()) if probe else []
-    cause = _cause(outcome)
-    curve = _curve(ranks, paired=verdict.stage in PAIRED)
+    cause = _find_cause(outcome)
+    curve = _build_curve(ranks, paired=verdict.stage in PAIRED)
     flaws = []
     unproved = []
     gradients = None
@@ -100,9 +100,9 @@ def _sample(variant: Variant, repeat: int, outcome: Outcome) -> Sample:
         unproved=tuple(unproved),
         gradients=gradients,
         reason=reason,
-        metrics=_metrics(ranks, outcome, curve),
+        metrics=_compute_metrics(ranks, outcome, curve),
         curve=curve,
-        pace=_pace(ranks),
+        pace=_compute_pace(ranks),
         run=str(outcome.run.path),
         seconds=outcome.seconds,
     )
@@ -131,7 +131,7 @@ def short(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Pat
     )
 
 
-def _cause(outcome: Outcome) -> Cause:
+def _find_cause(outcome: Outcome) -> Cause:
     """How a trial ended, by its verdict; a flaw that let it run to its end is no cause."""
     if outcome.timed_out:
         return "timeout"
@@ -147,21 +147,21 @@ def _cause(outcome: Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(
+def _compute_metrics(
     ranks: Sequence[RankRecord], outcome: Outcome, curve: Sequence[CurveStep]
 ) -> dict[str, float | None]:
     figures = outcome.verdict.metrics
     steady = [metrics.steady_steps(record) for record in ranks]
-    seconds = [_mean(step.seconds for step in steps) for steps in steady]
-    tokens = [_mean(step.tokens for step in steps) for steps in steady]
-    wasted = _numbers(step.wasted for record in ranks for step in record.steps)
+    seconds = [_compute_mean(step.seconds for step in steps) for steps in steady]
+    tokens = [_compute_mean(step.tokens for step in steps) for steps in steady]
+    wasted = _select_numbers(step.wasted for record in ranks for step in record.steps)
     speed = figures.get("tokens_per_second")
     loss, _ = comparison.within(curve, math.fsum(step.tokens for step in curve))
     return {
         "tokens_per_second_per_gpu": speed and speed / max(1, len(ranks)),
-        "seconds_per_step": max(_numbers(seconds), default=None),
-        "seconds_before_steps": _seconds_before_steps(ranks),
-        "tokens_per_step": None if None in tokens else math.fsum(_numbers(tokens)) or None,
+        "seconds_per_step": max(_select_numbers(seconds), default=None),
+        "seconds_before_steps": _measure_startup(ranks),
+        "tokens_per_step": None if None in tokens else math.fsum(_select_numbers(tokens)) or None,
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": math.fsum(wasted) if wasted else None,
@@ -172,16 +172,16 @@ def _metrics(
     }
 
 
-def _numbers(values: Iterable[float | None]) -> list[float]:
+def _select_numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = _numbers(values)
+def _compute_mean(values: Iterable[float | None]) -> float | None:
+    numbers = _select_numbers(values)
     return statistics.fmean(numbers) if numbers else None
 
 
-def _seconds_before_steps(ranks: Sequence[RankRecord]) -> float | None:
+def _measure_startup(ranks: Sequence[RankRecord]) -> float | None:
     """From when the probe was loaded to the first step: data, weights, precomputation."""
     if not ranks:
         return None
@@ -189,12 +189,11 @@ def _seconds_before_steps(ranks: Sequence[RankRecord]) -> float | None:
     device = ranks[0].last("device")
     if start is None or device is None:
         return None
-    times = _numbers((start.number("t"), device.number("t")))
+    times = _select_numbers((start.number("t"), device.number("t")))
     return times[1] - times[0] if len(times) == 2 else None
 
 
-def _by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[ProbeStep]]:
-    """What each rank recorded of a step, step by step."""
+def _group_by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[ProbeStep]]:
     by_step: dict[int, list[ProbeStep]] = {}
     for steps in steps_of_ranks:
         for step in steps:
@@ -202,10 +201,10 @@ def _by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[ProbeSt
     return [by_step[number] for number in sorted(by_step)]
 
 
-def _pace(ranks: Iterable[RankRecord]) -> tuple[float, ...]:
+def _compute_pace(ranks: Iterable[RankRecord]) -> tuple[float, ...]:
     """Seconds per token of each steady step: of the slowest rank, over the tokens of all."""
     pace = []
-    for parts in _by_step(map(metrics.steady_steps, ranks)):
+    for parts in _group_by_step(map(metrics.steady_steps, ranks)):
         seconds = max(part.seconds or 0.0 for part in parts)
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
         if not seconds or not tokens:
@@ -214,11 +213,11 @@ def _pace(ranks: Iterable[RankRecord]) -> tuple[float, ...]:
     return tuple(pace)
 
 
-def _curve(ranks: Sequence[RankRecord], *, paired: bool) -> tuple[CurveStep, ...]:
+def _build_curve(ranks: Sequence[RankRecord], *, paired: bool) -> tuple[CurveStep, ...]:
     """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
     curve = []
-    for parts in _by_step(record.steps for record in ranks):
-        losses = _numbers(part.loss for part in parts if part.finite)
+    for parts in _group_by_step(record.steps for record in ranks):
+        losses = _select_numbers(part.loss for part in parts if part.finite)
         if len(losses) < len(ranks):
             break
         tokens = math.fsum(part.tokens or 0.0 for part in parts)

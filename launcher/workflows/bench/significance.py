@@ -33,42 +33,47 @@ Pace = Sequence[float]
 
 def chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
     """The share of ways to deal the runs out that look at least as fast as this one."""
-    blocks = _blocks([*runs, *base])
-    observed = _ahead(blocks, range(len(runs)))
+    blocks = _split_into_blocks([*runs, *base])
+    observed = _measure_lead(blocks, range(len(runs)))
     ways = itertools.combinations(range(len(blocks)), len(runs))
     # sums in another order differ by rounding
-    alike = [_ahead(blocks, way) >= observed - 1e-12 for way in ways]
+    alike = [_measure_lead(blocks, way) >= observed - 1e-12 for way in ways]
     return statistics.fmean(alike)
 
 
-def steadily(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
+def is_steadily_ahead(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
     """Whether these runs are ahead at nearly all steps."""
-    steps = list(zip(*_blocks([*runs, *base]), strict=True))
+    steps = list(zip(*_split_into_blocks([*runs, *base]), strict=True))
     count = len(runs)
-    ahead = [_level(step[:count]) < _level(step[count:]) for step in steps]
+    ahead = [_average_fastest(step[:count]) < _average_fastest(step[count:]) for step in steps]
     return sum(ahead) >= STEADY * len(steps)
 
 
-def _ahead(blocks: Sequence[Pace], chosen: Collection[int]) -> float:
+def _measure_lead(blocks: Sequence[Pace], chosen: Collection[int]) -> float:
     """How far the chosen runs are ahead of the others, as a share of their time per token."""
     times: list[float] = []
     other_times: list[float] = []
     for step in zip(*blocks, strict=True):
-        times.append(_level([seconds for run, seconds in enumerate(step) if run in chosen]))
-        other_times.append(
-            _level([seconds for run, seconds in enumerate(step) if run not in chosen])
-        )
+        group = []
+        others = []
+        for run, seconds in enumerate(step):
+            if run in chosen:
+                group.append(seconds)
+            else:
+                others.append(seconds)
+        times.append(_average_fastest(group))
+        other_times.append(_average_fastest(others))
     return statistics.fmean(other_times) / statistics.fmean(times) - 1
 
 
-def _level(times: Pace) -> float:
-    """Seconds per token of a group at one step."""
+def _average_fastest(times: Pace) -> float:
+    """The mean seconds per token of a group's faster part, at one step."""
     kept = math.ceil(_KEPT * len(times))
     return math.fsum(sorted(times)[:kept]) / kept
 
 
-def _blocks(runs: Sequence[Pace]) -> list[list[float]]:
-    """Each run's pace in as many stretches as the run with the fewest steps allows."""
+def _split_into_blocks(runs: Sequence[Pace]) -> list[list[float]]:
+    """Cut each run's pace into equally many stretches, and average each."""
     count = min(_BLOCKS, *map(len, runs))
     blocks = []
     for run in runs:

@@ -25,10 +25,10 @@ class Variant:
 
     @property
     def keys(self) -> set[str]:
-        return {_bare_key(override) for override in self.overrides}
+        return {_strip_key(override) for override in self.overrides}
 
 
-def _bare_key(override: str) -> str:
+def _strip_key(override: str) -> str:
     """The key of an override without the levels that may be left out, so that spellings compare."""
     return override.partition("=")[0].removeprefix("open_instruct.").removeprefix("args.")
 
@@ -39,9 +39,9 @@ def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
     A single one is put beside the file as it is written; without any, there is only that file.
     Raises UsageError.
     """
-    axes = [_vary(text) for text in vary]
+    axes = [_parse_vary(text) for text in vary]
     if variants:
-        axes.insert(0, _variants(variants))
+        axes.insert(0, _parse_variants(variants))
     _refuse_common_keys(axes)
     count = math.prod(map(len, axes))
     if count > MOST:
@@ -69,13 +69,13 @@ def _refuse_common_keys(axes: Sequence[Sequence[Variant]]) -> None:
         varied |= keys
 
 
-def _vary(text: str) -> list[Variant]:
+def _parse_vary(text: str) -> list[Variant]:
     key, equals, rest = text.partition("=")
     option = f"--vary {text}"
     if not equals or not _KEY.match(key):
         message = f"{brief(option)}: not of the form key=a,b"
         raise usage("bad-vary", message, "--vary packing=false,true")
-    values = _split(option, rest)
+    values = _split_values(option, rest)
     if "" in values:
         raise usage("bad-vary", f"{brief(option)}: a value is empty", "an empty text is ''")
     for value in values:
@@ -92,7 +92,7 @@ def _vary(text: str) -> list[Variant]:
     return axis
 
 
-def _variants(texts: Sequence[str]) -> list[Variant]:
+def _parse_variants(texts: Sequence[str]) -> list[Variant]:
     named: dict[str, Variant] = {}
     for text in texts:
         option = f"--variant {text}"
@@ -106,7 +106,7 @@ def _variants(texts: Sequence[str]) -> list[Variant]:
             )
         if name in named:
             raise usage("bad-variant", f"two variants are called `{name}`")
-        overrides = _split(option, rest) if rest else []
+        overrides = _split_values(option, rest) if rest else []
         for override in overrides:
             key, equals, _ = override.partition("=")
             if not equals or not _KEY.match(key):
@@ -116,7 +116,7 @@ def _variants(texts: Sequence[str]) -> list[Variant]:
     return list(named.values())
 
 
-def _split(option: str, text: str) -> list[str]:
+def _split_values(option: str, text: str) -> list[str]:
     """The parts between commas outside brackets and quotes; a quote starts where a value begins.
 
     Raises UsageError for a bracket or quote that stays open.

@@ -107,7 +107,9 @@ class FullRun:
         if self.hours is None:
             return f"full run: {self.formula}"
         cost = "" if self.cost is None else f", costs {self.cost:,.2f}"
-        return f"full run on {label(self.gpus)}: {_time(self.hours)}{cost}  ({self.formula})"
+        return (
+            f"full run on {label(self.gpus)}: {_format_hours(self.hours)}{cost}  ({self.formula})"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,7 +172,7 @@ def label(gpus: int) -> str:
     return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def _short_label(gpus: int) -> str:
+def _format_short_label(gpus: int) -> str:
     return f"{gpus}gpu" if gpus else "cpu"
 
 
@@ -215,14 +217,14 @@ def plan_rungs(
     root = rundir.runs_root()
     rungs = []
     for count in gpus:
-        name = json.dumps(f"{stage.name}-{_short_label(count)}", ensure_ascii=False)
-        output = root / _MODELS / _short_label(count)
+        name = json.dumps(f"{stage.name}-{_format_short_label(count)}", ensure_ascii=False)
+        output = root / _MODELS / _format_short_label(count)
         overrides = [*short_overrides(stage, steps=steps, output=output, batch=batch)]
         overrides.append(f"name={name}")
         if stage.config.options.get("on_hang") is None:
             # nobody looks on, and the next rung waits
             overrides.append("on_hang=stop")
-        deepspeed = _deepspeed_finding(stage, request, count)
+        deepspeed = _check_deepspeed(stage, request, count)
         if deepspeed is not None:
             findings.append(deepspeed)
             if deepspeed.code == "deepspeed-off":
@@ -231,19 +233,19 @@ def plan_rungs(
         # a rung that a killed command left may have the GPUs: it is ended later
         rung = prepare.complete(short.without_gpus())
         rungs.append(rung)
-        predicted = _predict(rung.plan, resolved, terms)
+        predicted = _predict_run(rung.plan, resolved, terms)
         if predicted is not None:
             findings += predicted.findings
         # notes on the short stage are not about the file
         for finding in (*rung.plan.findings, *rung.warnings):
             if finding.severity != "note":
                 findings.append(finding)
-    findings += _batch_findings(stage, rungs)
+    findings += _compare_batches(stage, rungs)
     stopping = errors(findings, strict=request.strict)
     if stopping:
         raise InvalidConfig(stopping)
     # a dry run reads no model and no data
-    key = "" if resolved.packages is None else _key(resolved, full[gpus[0]], steps)
+    key = "" if resolved.packages is None else _compute_key(resolved, full[gpus[0]], steps)
     name = stage.config.redactor.redact(stage.name)
     return Ladder(
         resolved=resolved,
@@ -256,7 +258,7 @@ def plan_rungs(
     )
 
 
-def _batch_findings(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
+def _compare_batches(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
     sizes = {label(rung.plan.gpus): rung.plan.global_batch for rung in rungs}
     if len(set(sizes.values())) == 1:
         return []
@@ -268,8 +270,8 @@ def _batch_findings(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
     return [launch_finding("warning", "batch-not-constant", message, help, key=key, **place)]
 
 
-def _key(resolved: Facts, plan: Plan, steps: int) -> str:
-    """The same for the same stage, source, content, length, packages and GPU, for any rungs."""
+def _compute_key(resolved: Facts, plan: Plan, steps: int) -> str:
+    """Equal for equal stage, source, content, length, packages and GPU, whatever the rungs are."""
     stage = resolved.stage
     options = dict(stage.config.options)
     for name in _NOT_IN_KEY:
@@ -288,7 +290,7 @@ def _key(resolved: Facts, plan: Plan, steps: int) -> str:
     return experiment.key_of(about)
 
 
-def _predict(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Estimate | None:
+def _predict_run(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Estimate | None:
     """The forecast for one rung; None on the CPU, and if shape or row lengths are unknown."""
     if not plan.gpus:
         return None
@@ -298,7 +300,7 @@ def _predict(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Es
         return None
 
 
-def _deepspeed_finding(stage: Stage, request: Request, gpus: int) -> Finding | None:
+def _check_deepspeed(stage: Stage, request: Request, gpus: int) -> Finding | None:
     """Whether DeepSpeed stays on one GPU (`deepspeed-kept`, `deepspeed-off`); else None.
 
     One process shards nothing: DeepSpeed saves only what it keeps on the host.
@@ -335,7 +337,7 @@ def climb(
         ladder.write()
         with experiment.interruptible() as stop:
             for rung in ladder.rungs:
-                _climb(ladder, rung, allow_unproven=allow_unproven, quiet=quiet)
+                _climb_rung(ladder, rung, allow_unproven=allow_unproven, quiet=quiet)
                 if ladder.exit is not Exit.OK:
                     break
         if stop.requested:
@@ -343,23 +345,23 @@ def climb(
             rung = ladder.rungs[len(ladder.standings)]
             ladder.reason = f"{label(rung.plan.gpus)}: interrupted"
         if ladder.exit is Exit.OK:
-            ladder.estimate = _estimate(ladder, ladder.standings[-1])
+            ladder.estimate = _estimate_full_run(ladder, ladder.standings[-1])
         runs = [Path(str(standing.record.get("run"))) for standing in ladder.standings]
         with contextlib.suppress(LaunchError):
-            ladder.page = experiment.page(runs, ladder.folder / "report.html", _lead(ladder))
+            ladder.page = experiment.page(runs, ladder.folder / "report.html", _build_lead(ladder))
 
 
-def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool) -> None:
-    """One rung, unless it has passed before. Raises KeyboardInterrupt."""
+def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool) -> None:
+    """Run a rung unless it has passed before. Raises KeyboardInterrupt."""
     gpus = rung.plan.gpus
-    standing = _standing(ladder, gpus, allow_unproven=allow_unproven)
+    standing = _judge_record(ladder, gpus, allow_unproven=allow_unproven)
     if standing is None or not standing.passed:
         if not quiet:
             number = len(ladder.standings) + 1
             console.say(f"rung {number} of {len(ladder.rungs)}: {label(gpus)}")
-        ladder.records[str(gpus)] = _run(ladder, rung, quiet=quiet)
+        ladder.records[str(gpus)] = _run_rung(ladder, rung, quiet=quiet)
         ladder.write()
-        standing = _standing(ladder, gpus, allow_unproven=allow_unproven)
+        standing = _judge_record(ladder, gpus, allow_unproven=allow_unproven)
         assert standing is not None
         standing = replace(standing, before=False)
     ladder.standings.append(standing)
@@ -371,10 +373,10 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
             ladder.exit = Exit.TRAINING
 
 
-def _run(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
-    """The record of a rung that is run now. Raises KeyboardInterrupt."""
+def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
+    """Run a rung now, and return its record. Raises KeyboardInterrupt."""
     models = ladder.folder / _MODELS
-    output = spelt(str(models / _short_label(rung.plan.gpus)))
+    output = spelt(str(models / _format_short_label(rung.plan.gpus)))
     place = f"{rung.plan.stage.entry.names.output}={output}"
     facts = rung.facts.with_overrides(place, runs=ladder.folder)
     prepared = prepare.complete(facts.look_again())
@@ -386,11 +388,11 @@ def _run(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
     shutil.rmtree(models, ignore_errors=True)
     if outcome.interrupted:
         raise KeyboardInterrupt
-    return {**outcome.as_json(), "facts": asdict(_facts(prepared, outcome, ladder))}
+    return {**outcome.as_json(), "facts": asdict(_collect_facts(prepared, outcome, ladder))}
 
 
-def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | None:
-    """What the gates say of a rung by its record; None without one that can be read."""
+def _judge_record(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | None:
+    """Judge a rung by its record; None if it has no readable record."""
     record = dict(as_mapping(ladder.records.get(str(gpus))))
     try:
         facts = RungFacts.from_json(record.pop("facts", None))
@@ -413,7 +415,7 @@ def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | 
     )
 
 
-def _lead(ladder: Ladder) -> Lead:
+def _build_lead(ladder: Ladder) -> Lead:
     flags = []
     for standing in ladder.standings:
         rung = label(standing.gpus)
@@ -429,24 +431,24 @@ def _lead(ladder: Ladder) -> Lead:
         title=f"ladder {ladder.stage.name}",
         decision="go" if go else "no-go",
         colour="pass" if go else "fail",
-        tables=([_row(standing) for standing in ladder.standings], flags),
+        tables=([_build_row(standing) for standing in ladder.standings], flags),
         lines=lines,
     )
 
 
-def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> RungFacts:
+def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> RungFacts:
     plan = outcome.plan
     verdict = outcome.verdict
     metrics = verdict.metrics
     rows = files.read_lines(outcome.run.metrics)
-    seconds = _column(rows, ("seconds",))
+    seconds = _read_column(rows, ("seconds",))
     failed = outcome.reason
     unproven = None
     if verdict.status == "unproven" and outcome.exit is Exit.VERDICT:
         failed = None
         unproven = outcome.reason
     # row lengths may have become known by the run
-    predicted = _predict(prepared.plan, ladder.resolved, ladder.terms)
+    predicted = _predict_run(prepared.plan, ladder.resolved, ladder.terms)
     trend = None
     for point in verdict.points:
         # the rung itself expects no trend: it is too short for what a verdict asks
@@ -459,10 +461,10 @@ def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> R
         stage=plan.stage.options.stage,
         devices=plan.processes,
         accelerated=bool(plan.gpus),
-        losses=_column(rows, ("loss",)),
-        norms=_column(rows, ("grad_norm",)),
-        accuracies=_column(rows, REWARDS["rewards_accuracy"]),
-        margins=_column(rows, REWARDS["rewards_margin"]),
+        losses=_read_column(rows, ("loss",)),
+        norms=_read_column(rows, ("grad_norm",)),
+        accuracies=_read_column(rows, REWARDS["rewards_accuracy"]),
+        margins=_read_column(rows, REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
         tokens_per_second=metrics.get("tokens_per_second")
         or metrics.get("logged_tokens_per_second"),
@@ -486,7 +488,7 @@ def usual_step(seconds: Sequence[float]) -> float | None:
     return statistics.fmean(value for value in seconds if value <= most)
 
 
-def _column(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[float, ...]:
+def _read_column(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[float, ...]:
     """The numbers of each row under the first of these names that it has."""
     column = []
     for row in rows:
@@ -508,13 +510,13 @@ def _starts_at_ln2(stage: Stage) -> bool:
     return names <= {"dpo", "dpo_norm", "sigmoid"}
 
 
-def _estimate(ladder: Ladder, top: Standing) -> FullRun:
+def _estimate_full_run(ladder: Ladder, top: Standing) -> FullRun:
     stage = ladder.stage
     terms = ladder.terms
     step = top.facts.step_seconds
     whole = ladder.plans[top.gpus]
     repacked = stage.entry.repacks(stage.values)
-    predicted = _predict(whole, ladder.resolved, terms)
+    predicted = _predict_run(whole, ladder.resolved, terms)
     if predicted is not None:
         steps = predicted.steps
     else:
@@ -548,7 +550,7 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
 
 def show(ladder: Ladder) -> None:
     say = functools.partial(console.say, redactor=ladder.redactor)
-    rows = [_row(standing) for standing in ladder.standings]
+    rows = [_build_row(standing) for standing in ladder.standings]
     if rows:
         console.print_table(rows, tuple(rows[0]), ladder.redactor)
     yellow = 0
@@ -571,7 +573,7 @@ def show(ladder: Ladder) -> None:
         say(f"report: {ladder.page}")
 
 
-def _row(standing: Standing) -> dict[str, Any]:
+def _build_row(standing: Standing) -> dict[str, Any]:
     facts = standing.facts
     record = standing.record
     loss = None
@@ -584,20 +586,20 @@ def _row(standing: Standing) -> dict[str, Any]:
         "rung": label(standing.gpus),
         "batch": f"{record.get('per_device')} x {record.get('accumulation')} x {facts.devices}",
         "loss": loss,
-        "tokens/s": _shown(facts.tokens_per_second, ",.0f"),
-        "efficiency": _shown(standing.efficiency, ".0%"),
-        "peak GiB": _shown(facts.allocated_gib, ".1f"),
-        "planned GiB": _shown(facts.planned_gib, ".1f"),
+        "tokens/s": _format_number(facts.tokens_per_second, ",.0f"),
+        "efficiency": _format_number(standing.efficiency, ".0%"),
+        "peak GiB": _format_number(facts.allocated_gib, ".1f"),
+        "planned GiB": _format_number(facts.planned_gib, ".1f"),
         "verdict": verdict,
     }
 
 
-def _time(hours: float) -> str:
+def _format_hours(hours: float) -> str:
     if hours >= 0.1:
         return f"{hours:.2f} h"
     minutes = hours * 60
     return f"{minutes:.1f} min" if minutes >= 1 else f"{minutes * 60:.1f} s"
 
 
-def _shown(value: float | None, form: str) -> str | None:
+def _format_number(value: float | None, form: str) -> str | None:
     return None if value is None or not math.isfinite(value) else format(value, form)

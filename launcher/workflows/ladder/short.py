@@ -49,13 +49,13 @@ def short_overrides(
         changes[names.data] = mixture
     warm_up = values.get("warmup_steps")
     if isinstance(warm_up, int | float) and warm_up >= 1:
-        batch = _batch_rows(stage, batch)
+        batch = _find_batch_rows(stage, batch)
         rows = plan.count_rows(stage, values) if batch else None
         full = plan.total_steps(stage, values, rows, batch or 1)
         # its share of the full run; if that is unknown, never most of this one
         short = round(steps * warm_up / full) if full else steps // 10
         changes["warmup_steps"] = min(int(warm_up), short)
-    changes |= _harmless(stage)
+    changes |= _list_short_run_changes(stage)
     changes[names.output] = str(output)
     overrides = [f"{name}={spelt(value)}" for name, value in changes.items()]
     for point in POINTS:
@@ -65,7 +65,7 @@ def short_overrides(
     return tuple(overrides)
 
 
-def _batch_rows(stage: Stage, batch: int | None) -> int | None:
+def _find_batch_rows(stage: Stage, batch: int | None) -> int | None:
     if batch or stage.options.batch is None:
         return batch
     return stage.options.batch.total
@@ -85,18 +85,18 @@ def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
             f"`train[:{needed}]` is not the name of one ({cited})"
         )
         help = "it trains on no more than it needs; the tokenised rows are cached for the full run"
-        notes.append(_note(stage, "uncut-data", stage.entry.names.data, message, help))
+        notes.append(_create_note(stage, "uncut-data", stage.entry.names.data, message, help))
     message = (
         f"the learning rate goes through warm-up and decay within {steps} steps: losses compare "
         "with those of other short runs, not with the first steps of the full one"
     )
-    notes.append(_note(stage, "short-schedule", "learning_rate", message))
+    notes.append(_create_note(stage, "short-schedule", "learning_rate", message))
     return tuple(notes)
 
 
 def rows_needed(stage: Stage, steps: int, batch: int | None = None) -> int:
     """Rows to cut for that many steps, reserve included."""
-    rows = _batch_rows(stage, batch)
+    rows = _find_batch_rows(stage, batch)
     if not rows:
         names = stage.entry.names
         per_device = stage.options.batch and stage.options.batch.per_device
@@ -126,26 +126,32 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
         # None if they cannot be counted here
         size = plan.count_rows(stage, Values(stage.schema, {key: [name, amount]}))
         entries.append((name, amount, size))
-    rows = sum(size for _, _, size in entries if size is not None)
-    shares = [float(amount) for _, amount, size in entries if size is None]
-    if not entries or (not shares and rows <= needed):
+    rows = 0
+    shares = []
+    for _, amount, size in entries:
+        if size is None:
+            shares.append(float(amount))
+        else:
+            rows += size
+    if not shares and rows <= needed:
         return []
     # sets of unknown size count as much as any others
     rest = max(needed * len(shares) / len(entries), needed - rows)
     cut = []
     for name, amount, size in entries:
-        # a count of 1 looks like a slip of the pen
         if size is None:
-            count = max(2, math.ceil(rest * float(amount) / math.fsum(shares)))
+            part = rest * float(amount) / math.fsum(shares)
         else:
             part = (needed - rest) * size / max(1, rows)
-            count = min(size, max(2, math.ceil(part)))
+        # a count of 1 looks like a slip of the pen
+        count = max(2, math.ceil(part))
+        if size is not None:
+            count = min(size, count)
         cut += [name, str(count) if count else amount]
     return cut
 
 
-def _harmless(stage: Stage) -> dict[str, Any]:
-    """The trainer's settings for a short run that differ from the stage's."""
+def _list_short_run_changes(stage: Stage) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name, value in stage.backend.SHORT_RUN.items():
         if name not in stage.schema.fields or (value is None and name not in stage.args):
@@ -158,7 +164,9 @@ def _harmless(stage: Stage) -> dict[str, Any]:
     return changes
 
 
-def _note(stage: Stage, code: str, name: str, message: str, help: str | None = None) -> Finding:
+def _create_note(
+    stage: Stage, code: str, name: str, message: str, help: str | None = None
+) -> Finding:
     key = f"args.{name}"
     place = stage.config.origin(key).place
     return launch_finding("note", code, message, help, key=key, **place)

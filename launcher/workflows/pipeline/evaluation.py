@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 from launcher import files, redaction
 from launcher.artifacts import fingerprint
@@ -117,7 +118,7 @@ class PlannedEvaluation:
         return environ
 
 
-def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | None:
+def plan_evaluation(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | None:
     """The evaluation of a stage whose model goes to `model`; None if its pipeline has none."""
     if link.evaluation is None:
         return None
@@ -132,7 +133,7 @@ def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | 
     )
 
 
-def missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
+def find_missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
     """An error if the program of an evaluation is not on this machine."""
     name = evaluation.argv[0]
     if shutil.which(name, path=evaluation.environment(None)["PATH"]) is not None:
@@ -140,12 +141,14 @@ def missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
     message = f"the program of the evaluation, `{evaluation.redactor.redact(name)}`, "
     message += f"is neither in {evaluation.python.parent} nor on PATH"
     help = "install it in the trainer's Python, or name its path"
-    yield _fault(evaluation.link, "no-eval-program", "command", message, help)
+    place = _locate_key(evaluation.link, "command")
+    yield launch_finding("error", "no-eval-program", message, help, **place)
 
 
-def _fault(link: Link, code: str, key: str, message: str, help: str) -> Finding:
-    key = f"eval.{key}"
-    return launch_finding("error", code, message, help, key=key, **link.origin(key).place)
+def _locate_key(link: Link, name: str) -> dict[str, Any]:
+    """A key of `eval` with its place in the pipeline file, as a finding has them."""
+    key = f"eval.{name}"
+    return {"key": key, **link.origin(key).place}
 
 
 def evaluate(
@@ -166,27 +169,27 @@ def evaluate(
         if runner.is_alive(folder.path):
             # left by a pipeline that was killed: nobody reads its result
             runner.end_orphans(folder, runner.GRACE_S, max(1, folder.attempts()))
-        key = _key_of(evaluation)
-        earlier = _measured_before(evaluation, key)
+        key = _compute_key(evaluation)
+        earlier = _find_measurement(evaluation, key)
         if earlier is not None:
             gates = _judge_again(earlier, evaluation)
-            return _write(evaluation, replace(earlier, attempt=attempt, gates=gates))
-        return _run(evaluation, chosen, attempt, key)
+            return _write_record(evaluation, replace(earlier, attempt=attempt, gates=gates))
+        return _run_command(evaluation, chosen, attempt, key)
 
 
 def is_finished(evaluation: PlannedEvaluation) -> bool:
     """Whether the same command has measured the same model before."""
-    return _measured_before(evaluation, _key_of(evaluation)) is not None
+    return _find_measurement(evaluation, _compute_key(evaluation)) is not None
 
 
-def _measured_before(evaluation: PlannedEvaluation, key: str) -> EvaluationRecord | None:
+def _find_measurement(evaluation: PlannedEvaluation, key: str) -> EvaluationRecord | None:
     record = records.read_evaluation(evaluation.run)
     if record is not None and record.state == "measured" and record.key == key:
         return record
     return None
 
 
-def _key_of(evaluation: PlannedEvaluation) -> str:
+def _compute_key(evaluation: PlannedEvaluation) -> str:
     model = fingerprint.of_model(str(evaluation.model)).digest
     tokenizer = fingerprint.of_tokenizer(str(evaluation.model)).digest
     place = evaluation.metrics
@@ -195,7 +198,7 @@ def _key_of(evaluation: PlannedEvaluation) -> str:
     return experiment.key_of([evaluation.argv, pattern, model, tokenizer])
 
 
-def _run(
+def _run_command(
     evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int, key: str
 ) -> EvaluationRecord:
     folder = evaluation.folder
@@ -212,7 +215,7 @@ def _run(
         began=rundir.utc_now(),
         log=str(folder.console(number)),
     )
-    _write(evaluation, record)
+    _write_record(evaluation, record)
     place = evaluation.metrics
     before = None if place is None else scores.snapshot(place)
     environ = evaluation.environment(chosen)
@@ -226,7 +229,7 @@ def _run(
     except NotReady as error:
         message = str(error.findings[0].message)
         crashed = replace(record, state="crashed", ended=rundir.utc_now(), reason=message)
-        _write(evaluation, crashed)
+        _write_record(evaluation, crashed)
         raise
     record = replace(
         record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode
@@ -242,11 +245,11 @@ def _run(
     elif place is None or before is None:
         record = replace(record, state="measured")
     else:
-        record = _with_scores(evaluation, record, before, place)
-    return _write(evaluation, record)
+        record = _add_scores(evaluation, record, before, place)
+    return _write_record(evaluation, record)
 
 
-def _with_scores(
+def _add_scores(
     evaluation: PlannedEvaluation,
     record: EvaluationRecord,
     before: scores.Snapshot,
@@ -298,7 +301,7 @@ def _judge_again(
     return scores.judge_scores(measured, evaluation.spec.expect)
 
 
-def _write(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
+def _write_record(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
     content = evaluation.redactor.redact(record.as_json())
     with rundir.writing(evaluation.folder.path):
         files.write_json(records.record_file(evaluation.run), content)
@@ -318,7 +321,7 @@ _FAULTS: Mapping[State, tuple[str, str]] = {
 }
 
 
-def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
+def list_faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
     """What is wrong with an evaluation, each at its line of the pipeline file."""
     link = evaluation.link
     findings = []
@@ -327,16 +330,18 @@ def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Find
         for gate in record.gates:
             if not gate.ok:
                 message = f"{link.name}: {gate.reason}"
-                key = f"expect.{gate.metric}"
-                findings.append(_fault(link, "eval-gate", key, message, help))
+                place = _locate_key(link, f"expect.{gate.metric}")
+                findings.append(launch_finding("error", "eval-gate", message, help, **place))
     elif record.state in _FAULTS:
         code, key = _FAULTS[record.state]
         message = f"the evaluation of {link.name} failed: {record.reason}"
-        findings.append(_fault(link, code, key, message, f"its log: {record.log}"))
+        help = f"its log: {record.log}"
+        place = _locate_key(link, key)
+        findings.append(launch_finding("error", code, message, help, **place))
     return findings
 
 
-def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
+def describe_ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
     """One line about the result."""
     if record.state != "measured":
         return f"{name}: evaluation {record.state.replace('_', ' ')}: {record.reason}"
@@ -344,11 +349,11 @@ def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
     if record.gates:
         result = "passed" if record.passed else "failed"
     how = "measured before" if reused else f"measured in {record.seconds:.0f} s"
-    text = summary(record)
+    text = summarize(record)
     return f"{name}: evaluation {result}, {how}" + (f": {text}" if text else "")
 
 
-def summary(record: EvaluationRecord) -> str:
+def summarize(record: EvaluationRecord) -> str:
     """The numbers that gates are on, else the first few tasks'."""
     numbers = []
     for gate in record.gates:

@@ -100,7 +100,7 @@ class StageRow:
             "run": self.run,
         }
         if self.evaluation is not None:
-            cells[EVALUATED] = evaluation.summary(self.evaluation) or self.evaluation.state
+            cells[EVALUATED] = evaluation.summarize(self.evaluation) or self.evaluation.state
         return cells
 
     def ending(self) -> str:
@@ -218,7 +218,7 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
         result = PipelineResult(
             folder=folder,
             order=order,
-            rows=[_row_of(planned.steps[link.name]) for link in planned.links],
+            rows=[_create_row(planned.steps[link.name]) for link in planned.links],
             key=key,
             began=rundir.utc_now(),
             redactor=redactor,
@@ -227,7 +227,7 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
     return result
 
 
-def _row_of(step: PlannedStage) -> StageRow:
+def _create_row(step: PlannedStage) -> StageRow:
     stage = step.plan.stage
     return StageRow(
         name=step.link.name,
@@ -263,7 +263,7 @@ class _Runner:
 
     def run(self) -> None:
         result = self.result
-        self._write()
+        self._write_record()
         with experiment.interruptible() as stop:
             self._run_stages()
         if stop.requested:
@@ -274,44 +274,44 @@ class _Runner:
         states = {Exit.OK: "finished", Exit.INTERRUPTED: "interrupted"}
         result.state = states.get(result.exit, "stopped")
         result.ended = rundir.utc_now()
-        self._publish()
+        self._write_page()
 
     def _run_stages(self) -> None:
         rows = self.result.rows
         # until these are over, no other stage gets their GPUs
         for row in rows:
-            if row.name in self.joined and not self._passes(row, self._join):
+            if row.name in self.joined and not self._do_work(row, self._join_training):
                 return
         for number, row in enumerate(rows, 1):
             title = f"stage {number} of {len(rows)}: {row.name}  ({row.stage}, {row.config})"
-            self._say(title)
-            if not self._passes(row, self._train) or not self._evaluate(row):
+            self._print_line(title)
+            if not self._do_work(row, self._train_stage) or not self._evaluate_stage(row):
                 return
 
-    def _evaluate(self, row: StageRow) -> bool:
+    def _evaluate_stage(self, row: StageRow) -> bool:
         """Evaluate the model of a stage that has passed, if there is an evaluation; whether to go
         on.
         """
         link = self.planned.steps[row.name].link
         if self.ready is None:
             return True
-        task = evaluation.planned(link, self.ready, self.models[row.name])
+        task = evaluation.plan_evaluation(link, self.ready, self.models[row.name])
         if task is None:
             return True
         reused = evaluation.is_finished(task)
         if not reused:
             log = task.folder.console(task.folder.attempts() + 1)
-            self._say(f"{row.name}: evaluating, log: {log}")
+            self._print_line(f"{row.name}: evaluating, log: {log}")
         trained = row.status
         row.status = "running"
-        self._write()
+        self._write_record()
         began = time.monotonic()
         try:
             attempt = self.ready.folder.attempts()
             record = evaluation.evaluate(task, self.ready.start.devices, attempt)
         except LaunchError as error:
             row.evaluation = records.read_evaluation(task.run)
-            self._stop(row, "refused", error.exit_code, error.findings)
+            self._stop_at(row, "refused", error.exit_code, error.findings)
             return False
         row.seconds += time.monotonic() - began
         row.evaluation = record
@@ -320,30 +320,32 @@ class _Runner:
         code = evaluation.exit_code(record)
         if code is not Exit.OK:
             status: Status = "interrupted" if code is Exit.INTERRUPTED else "failed"
-            self._stop(row, status, code, evaluation.faults(task, record))
-        self._publish()
-        self._say(evaluation.ending(row.name, record, reused=reused))
+            self._stop_at(row, status, code, evaluation.list_faults(task, record))
+        self._write_page()
+        self._print_line(evaluation.describe_ending(row.name, record, reused=reused))
         return code is Exit.OK
 
-    def _stop(self, row: StageRow, status: Status, code: Exit, findings: Sequence[Finding]) -> None:
+    def _stop_at(
+        self, row: StageRow, status: Status, code: Exit, findings: Sequence[Finding]
+    ) -> None:
         stops = errors(findings) or findings
         reason = stops[0].message if stops else f"its evaluation was {status}"
         row.stop(status, code, str(reason))
         self.result.exit = code
         self.result.findings = tuple(findings)
-        self._show(findings)
+        self._print_findings(findings)
 
-    def _passes(
+    def _do_work(
         self, row: StageRow, work: Callable[[PlannedStage, StageRow], Outcome | None]
     ) -> bool:
-        """Do one thing with a stage, and record its outcome in the row if there is one."""
+        """Do `work` with a stage, and record its outcome; whether the pipeline can go on."""
         began = time.monotonic()
         row.status = "running"
-        self._write()
+        self._write_record()
         try:
             outcome = work(self.planned.steps[row.name], row)
         except LaunchError as error:
-            self._stop(row, "refused", error.exit_code, error.findings)
+            self._stop_at(row, "refused", error.exit_code, error.findings)
             if row.run is not None and not os.path.isdir(row.run):
                 # it never began
                 row.run = None
@@ -352,21 +354,21 @@ class _Runner:
             if outcome is None:
                 row.status = "pending"
                 return True
-            self._record(row, outcome)
-        self._publish()
-        self._say(row.ending())
+            self._record_outcome(row, outcome)
+        self._write_page()
+        self._print_line(row.ending())
         return self.result.exit is Exit.OK
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         # machines get one answer at the end
         if not self.quiet:
             console.say(line, self.result.redactor)
 
-    def _show(self, findings: Sequence[Finding]) -> None:
+    def _print_findings(self, findings: Sequence[Finding]) -> None:
         if not self.quiet:
             console.print_findings(list(findings), self.result.redactor)
 
-    def _record(self, row: StageRow, outcome: Outcome) -> None:
+    def _record_outcome(self, row: StageRow, outcome: Outcome) -> None:
         verdict = outcome.verdict
         row.exit = int(outcome.exit)
         row.verdict = verdict.status
@@ -380,9 +382,9 @@ class _Runner:
             row.status = "interrupted" if outcome.interrupted else "failed"
             row.reason = outcome.reason
 
-    def _train(self, step: PlannedStage, row: StageRow) -> Outcome:
+    def _train_stage(self, step: PlannedStage, row: StageRow) -> Outcome:
         link = step.link
-        prepared = forecast.with_forecast(self._prepare(step, row))
+        prepared = forecast.with_forecast(self._prepare_stage(step, row))
         self.ready = prepared
         output = prepared.output or step.output
         self.models[link.name] = plan.model_in(prepared.plan, output)
@@ -392,14 +394,14 @@ class _Runner:
             why = row.reason.removeprefix(_AGAIN)
             message = f"{link.name} is trained again, into {output}: {why}"
             place = link.origin().place
-            self._show([launch_finding("note", "pipeline-restarts", message, **place)])
-        self._write()
+            self._print_findings([launch_finding("note", "pipeline-restarts", message, **place)])
+        self._write_record()
         # what validation said has been shown, and that a stage is finished is shown at its end
         shown = {"already-finished", *(finding.message for finding in self.planned.findings)}
         new = [
             finding for finding in prepared.findings if not {finding.code, finding.message} & shown
         ]
-        self._show(new)
+        self._print_findings(new)
         if not self.quiet and prepared.decision.kind != "finished":
             console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
@@ -418,10 +420,10 @@ class _Runner:
         was_joined = link.name in self.joined and code is Exit.OK
         return replace(outcome, verdict=verdict, exit=code, finished_before=not was_joined)
 
-    def _prepare(self, step: PlannedStage, row: StageRow) -> Prepared:
-        """The stage, ready to start; `row.reason` says why if it is trained again."""
+    def _prepare_stage(self, step: PlannedStage, row: StageRow) -> Prepared:
+        """Prepare a stage to start; `row.reason` says why if it is trained again."""
         link = step.link
-        names = plans.known_changes(step.resolved)
+        names = plans.list_known_changes(step.resolved)
         allowed = tuple(name for name in self.order.common.allowed if name in names)
         facts = step.resolved.with_request(allowed=allowed, fresh=False)
         # nothing has happened since the first one was judged
@@ -431,7 +433,7 @@ class _Runner:
             # now that its model is there
             source = self.models[link.source]
             row.model = str(source)
-            overrides = plans.handed(step.plan.stage.options.backend, source)
+            overrides = plans.override_model(step.plan.stage.options.backend, source)
             file = step.file.with_overrides(*overrides, allowed=allowed)
             facts = facts.with_file(file, file.read())
         facts = facts.look_again()
@@ -444,19 +446,19 @@ class _Runner:
             reason = f"{step.output} holds a model, and no run is known that made it"
         else:
             start = prepare.plan_start(facts, judged=judged)
-            reason = _changes_since(start)
+            reason = _find_changes(start)
             if not reason:
                 return start.prepare(start.decide(allowed))
         row.reason = f"{_AGAIN}{reason}"
         return prepare.complete(facts.with_request(fresh=True))
 
-    def _join(self, step: PlannedStage, row: StageRow) -> Outcome | None:
+    def _join_training(self, step: PlannedStage, row: StageRow) -> Outcome | None:
         """Wait for a stage that is being trained already; its outcome if it did not pass."""
         folder = step.prepared.folder
         row.run = str(folder.path)
-        self._write()
+        self._write_record()
         attempt = follow.newest_attempt(folder)
-        self._say(f"{step.link.name} is being trained: {folder.path}")
+        self._print_line(f"{step.link.name} is being trained: {folder.path}")
         interrupted = follow.until_over(folder, attempt, forward=True)
         # by what is allowed now
         attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
@@ -467,13 +469,13 @@ class _Runner:
             return None
         return Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         # a full disk costs the record, not the run that goes on
         with contextlib.suppress(LaunchError):
             path = self.result.folder / RECORD
             experiment.write(path, self.result.as_json(), self.result.redactor)
 
-    def _publish(self) -> None:
+    def _write_page(self) -> None:
         """Write the stages so far on one page, with the state at its top, and into the record."""
         rows = self.result.table()
         for row in rows:
@@ -486,14 +488,14 @@ class _Runner:
         try:
             experiment.page(runs, self.result.folder / PAGE, lead)
         except LaunchError as error:
-            self._show(error.findings)
-        self._write()
+            self._print_findings(error.findings)
+        self._write_record()
 
 
-def _changes_since(start: StartPlan) -> str:
+def _find_changes(start: StartPlan) -> str:
     """What differs from the run that made the stage's result; empty if nothing does."""
     # with every change allowed
-    decision = start.decide(plans.known_changes(start.facts))
+    decision = start.decide(plans.list_known_changes(start.facts))
     if decision.kind == "new":
         return ""
     passing = {*start.facts.request.allowed, *_NO_INPUT}

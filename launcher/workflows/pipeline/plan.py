@@ -125,7 +125,7 @@ class PlannedStage:
 
     @property
     def evaluation(self) -> PlannedEvaluation | None:
-        return evaluation.planned(self.link, self.prepared, self.model)
+        return evaluation.plan_evaluation(self.link, self.prepared, self.model)
 
     @property
     def live(self) -> bool:
@@ -180,7 +180,7 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     planner.ask_machine(live=bool(live))
     change_names = set(changes.NAMES)
     for step in steps.values():
-        change_names |= known_changes(step.resolved)
+        change_names |= list_known_changes(step.resolved)
     unknown = [repr(name) for name in order.common.allowed if name not in change_names]
     if unknown and not planner.refused:
         message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
@@ -193,18 +193,18 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     return PipelinePlan(steps=steps, links=links, findings=findings, live=live)
 
 
-def known_changes(facts: Facts) -> frozenset[str]:
+def list_known_changes(facts: Facts) -> frozenset[str]:
     """What `--allow-changed-resume` takes for a stage."""
     return frozenset((*changes.NAMES, *facts.stage.schema.fields))
 
 
-def handed(backend: str, source: Path | str) -> list[str]:
+def override_model(backend: str, source: Path | str) -> list[str]:
     """The overrides that make `source` the model and the tokenizer of a stage."""
     return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
-def _with_model(facts: Facts, model: Path) -> Facts:
-    """The stage with a model that need not exist yet, and is not read."""
+def _set_model(facts: Facts, model: Path) -> Facts:
+    """Set the model of a stage. It need not exist yet: it is not read."""
     stage = facts.stage
     args = {**stage.args, **dict.fromkeys(stage.backend.MODEL_ARGUMENTS, str(model))}
     return replace(facts, stage=replace(stage, args=args, values=Values(stage.schema, args)))
@@ -220,8 +220,8 @@ def _require_model(link: Link, source: PlannedStage) -> None:
         raise not_ready("pipeline-needs", message, help, file=str(source.model))
 
 
-def _dry_run(facts: Facts, resolved: Facts) -> Prepared:
-    """The dry run of a stage. Raises InvalidConfig, also with what this machine lacks."""
+def _run_dry(facts: Facts, resolved: Facts) -> Prepared:
+    """Raises InvalidConfig, also with what this machine lacks."""
     try:
         return prepare.complete(facts.of_any_machine())
     except InvalidConfig:
@@ -248,29 +248,29 @@ class _Planner:
     def visit(self, link: Link) -> None:
         """Judge one stage; one that is not to run only as far as it is needed."""
         try:
-            self._visit(link, within=link in self.order.links)
+            self._visit_link(link, within=link in self.order.links)
         except InvalidConfig as error:
             self._say(link, error.findings)
             self.refused = True
         except NotReady as error:
             self._note_lacking(link, error.findings)
 
-    def _root(
+    def _find_root_model(
         self, link: Link, config: Config, source: PlannedStage | None, *, within: bool
     ) -> str | None:
         """The model that the chain of a stage begins from; None if unknown."""
         if link.source is None:
-            return _text(config.args.get(MODEL))
+            return _read_text(config.args.get(MODEL))
         if source is not None and within and source.link not in self.order.links:
             return str(source.model)
         return self.roots.get(link.source)
 
-    def _visit(self, link: Link, *, within: bool) -> None:
+    def _visit_link(self, link: Link, *, within: bool) -> None:
         source = self.steps.get(link.source or "")
         file = collect.open(self.order.request(link))
         config = file.config
         self.configs[link.name] = config
-        root = self._root(link, config, source, within=within)
+        root = self._find_root_model(link, config, source, within=within)
         overrides: list[str] = []
         if link.source is not None:
             model = root or f"the model of {link.source}"
@@ -281,7 +281,7 @@ class _Planner:
             elif within and root is None:
                 # nothing can be said of a model that nobody knows
                 return
-            overrides = handed(stage.backend_of(config), model)
+            overrides = override_model(stage.backend_of(config), model)
         self.roots[link.name] = root
         names_output = config.args.get(OUTPUT) is not None
         if not names_output:
@@ -297,8 +297,8 @@ class _Planner:
         if source is not None:
             if resolved.machine is not None and source.link not in self.order.links:
                 _require_model(link, source)
-            facts = _with_model(resolved, source.model)
-        dry = _dry_run(facts, resolved)
+            facts = _set_model(resolved, source.model)
+        dry = _run_dry(facts, resolved)
         judged: Plan | None = None
         if within and (source is not None or resolved.machine is not None):
             judged = check.settle(
@@ -307,7 +307,7 @@ class _Planner:
                 attempts=dry.start.target.attempts_so_far,
             )
         if within:
-            self._examine(link, resolved, dry, judged or dry.plan)
+            self._collect_findings(link, resolved, dry, judged or dry.plan)
         step = PlannedStage(
             link=link, file=file, resolved=resolved, prepared=dry, root=root, judged=judged
         )
@@ -318,9 +318,9 @@ class _Planner:
         self.steps[link.name] = step
         trains_here = within and resolved.machine is not None and resolved.look is not None
         if trains_here and step.evaluation is not None:
-            self._note_lacking(link, evaluation.missing_program(step.evaluation))
+            self._note_lacking(link, evaluation.find_missing_program(step.evaluation))
 
-    def _examine(self, link: Link, resolved: Facts, dry: Prepared, judged: Plan) -> None:
+    def _collect_findings(self, link: Link, resolved: Facts, dry: Prepared, judged: Plan) -> None:
         """Collect what the rules say, with the model that the chain begins from."""
         for finding in judged.all_findings:
             # a model that no run here made is not written over
@@ -343,7 +343,7 @@ class _Planner:
         """A stage must not name another model, or tokenizer, than the stage before leaves."""
         places = (canonical(source.model), canonical(source.requested_output))
         for key in (MODEL, TOKENIZER):
-            value = _text(config.args.get(key))
+            value = _read_text(config.args.get(key))
             if value is None or canonical(Path(value)) in places:
                 continue
             if link.explicit and config.origin(f"args.{key}").override is None:
@@ -434,12 +434,12 @@ class _Planner:
         self._say(link, [replace(finding, **changes)])
 
     def _say(self, link: Link, findings: Iterable[Finding]) -> None:
-        self.findings += [self._named(link, finding) for finding in findings]
+        self.findings += [self._name_stage(link, finding) for finding in findings]
 
     def _note_lacking(self, link: Link, findings: Iterable[Finding]) -> None:
-        self.lacking += [self._named(link, finding) for finding in findings]
+        self.lacking += [self._name_stage(link, finding) for finding in findings]
 
-    def _named(self, link: Link, finding: Finding) -> Finding:
+    def _name_stage(self, link: Link, finding: Finding) -> Finding:
         """The finding at its place; with the stage's name if several stages have the same file."""
         finding = pipeline.placed(link, finding)
         is_shared = self.files.count(canonical(link.config)) > 1
@@ -448,5 +448,5 @@ class _Planner:
         return replace(finding, message=f"{link.name}: {finding.message}")
 
 
-def _text(value: Any) -> str | None:
+def _read_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None

@@ -46,7 +46,7 @@ class Scores:
     def numbers(self) -> dict[str, float]:
         numbers = {}
         for name, value in self.values.items():
-            number = _number(value)
+            number = _read_number(value)
             if number is not None:
                 numbers[name] = number
         return numbers
@@ -95,22 +95,22 @@ Snapshot = Mapping[Path, tuple[int, ...]]
 
 
 def snapshot(place: MetricsPlace) -> Snapshot:
-    return {path: _state(path) for path in place.matching()}
+    return {path: _read_file_state(path) for path in place.matching()}
 
 
 def written_since(before: Snapshot, place: MetricsPlace) -> Path:
     """The newest file that matches and was written since. Raises UnreadableScores if none was."""
     matching = place.matching()
-    fresh = [path for path in matching if before.get(path) != _state(path)]
+    fresh = [path for path in matching if before.get(path) != _read_file_state(path)]
     if fresh:
-        return max(fresh, key=lambda path: (_state(path)[-1], str(path)))
+        return max(fresh, key=lambda path: (_read_file_state(path)[-1], str(path)))
     fault = f"the command wrote no {place.path}"
     if matching:
         fault += f": {matching[-1]} is of an earlier evaluation"
     raise UnreadableScores(fault)
 
 
-def _state(path: Path) -> tuple[int, ...]:
+def _read_file_state(path: Path) -> tuple[int, ...]:
     try:
         status = path.stat()
     except OSError:
@@ -132,14 +132,14 @@ def read_scores(path: Path) -> Scores:
         raise UnreadableScores(f"{path} holds no object of names and numbers")
     values: dict[str, object] = {}
     main: dict[str, str] = {}
-    _flatten(_tasks(content), "", values, main)
+    _flatten(_find_tasks(content), "", values, main)
     scores = Scores(path=path, values=values, main=main)
     if not scores.numbers:
         raise UnreadableScores(f"{path} holds no number")
     return scores
 
 
-def _tasks(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_tasks(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tasks and groups of lm-evaluation-harness; of any other file the whole."""
     results = content.get("results")
     groups = content.get("groups")
@@ -163,19 +163,19 @@ def _flatten(
             values[name] = value
         elif depth < _DEEPEST:
             _flatten(value, f"{name}/", values, main, depth + 1)
-            chosen = _main_of(value)
+            chosen = _find_main_metric(value)
             if chosen is not None:
                 main[name] = f"{name}/{chosen}".strip()
 
 
-def _main_of(task: Mapping[str, Any]) -> str | None:
+def _find_main_metric(task: Mapping[str, Any]) -> str | None:
     """The first metric of a task, which lm-evaluation-harness has in the order of the task."""
     measures = [key for key in task if key not in _NO_METRICS and not _is_error(key)]
     for key in measures:
         if "," in key:
             return key
     for key in measures:
-        if _number(task[key]) is not None:
+        if _read_number(task[key]) is not None:
             return key
     return None
 
@@ -185,7 +185,7 @@ def _is_error(name: str) -> bool:
     return name.partition(",")[0].endswith("_stderr")
 
 
-def _number(value: object) -> float | None:
+def _read_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -207,7 +207,7 @@ def _judge_gate(scores: Scores, name: str, gate: Gate) -> GateResult:
         names = list(dict.fromkeys([*scores.main, *scores.numbers]))
         reason = f"{scores.path} has no metric `{name}`: {keys.nearest(name, names[:20])}"
         return replace(result, reason=reason)
-    value = _number(scores.values[full])
+    value = _read_number(scores.values[full])
     if value is None:
         shown = json.dumps(scores.values[full])[:80]
         return replace(result, reason=f"`{full}` in {scores.path} is {shown}, not a number")

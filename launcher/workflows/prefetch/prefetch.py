@@ -86,9 +86,9 @@ class Prefetch:
         width = max(len(name) for name in (place, *(part.name for part in self.parts)))
         for part in self.parts:
             text = f"{part.kind:<10} {part.name:<{width}}  {part.state:<8} {sized(part.size):>9}"
-            yield text + _duration(part.state, part.seconds)
+            yield text + _format_duration(part.state, part.seconds)
         text = f"tokenised  {place:<{width}}  {data.state:<8} {sized(data.size):>9}"
-        yield text + _duration(data.state, data.seconds)
+        yield text + _format_duration(data.state, data.seconds)
         lengths = data.lengths
         if lengths is not None and lengths.rows is not None:
             tokens = f"{lengths.mean:,.1f} tokens a row, {lengths.longest:,} at most"
@@ -105,7 +105,7 @@ class Prefetch:
         yield f"{end}; {sized(self.size)} in all"
 
 
-def _duration(state: str, seconds: float) -> str:
+def _format_duration(state: str, seconds: float) -> str:
     return f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
 
 
@@ -116,13 +116,13 @@ def prepare_caches(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
     fetched, TokenisingFailed where upstream's script fails, and Interrupted.
     """
     with naming_variables(resolved.redactor):
-        return _prepare(resolved, say)
+        return _fill_caches(resolved, say)
 
 
-def _prepare(resolved: Facts, say: Say) -> Prefetch:
+def _fill_caches(resolved: Facts, say: Say) -> Prefetch:
     began = time.monotonic()
     trainer = resolved.trainer
-    plan = _plan(resolved)
+    plan = _settle_plan(resolved)
     # what training needs besides is asked where it trains
     subject = replace(checks.of_plan(plan, trainer), gpus=0, plan=None)
     lacking = errors([*checks.source(subject), *checks.local_files(plan)])
@@ -130,37 +130,42 @@ def _prepare(resolved: Facts, say: Say) -> Prefetch:
         raise NotReady(lacking)
     needed = hub.required_parts(plan)
     models = [part for part in needed if part.role != "data"]
-    parts = _fetch(models, plan, trainer, {})
+    parts = _fetch_parts(models, plan, trainer, {})
     # of what lies here now: the names of the cache folders hold the tokenizer's content
     caches = keys.derive(plan, trainer.packages)
     data = [part for part in needed if part.role == "data"]
-    parts += _fetch(data, plan, trainer, keys.environment(caches))
+    parts += _fetch_parts(data, plan, trainer, keys.environment(caches))
     filling = tokenising.Filling(plan, trainer, resolved.request, say, caches)
     tokenised, missed = filling.done()
     return Prefetch(
         plan=plan,
         parts=parts,
         tokenised=tokenised,
-        left=tuple(_left(plan, parts, caches, tokenised)),
+        left=tuple(_list_remaining_work(plan, parts, caches, tokenised)),
         work=filling.work,
         findings=tuple(dict.fromkeys((*plan.all_findings, *missed))),
         seconds=time.monotonic() - began,
     )
 
 
-def _plan(resolved: Facts) -> Plan:
+def _settle_plan(resolved: Facts) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
     # what trains may have other packages than there are here
     facts = replace(resolved, packages=None)
-    plan = check.settle(facts, output=rundir.runs_root() / "model")
-    kept = [finding for finding in plan.stage.findings if finding.code not in _ASKED_LATER]
-    plan = replace(plan, stage=replace(plan.stage, findings=tuple(kept)))
+    output = rundir.runs_root() / "model"
+    plan = check.settle(facts, output=output)
+    kept = []
+    for finding in plan.stage.findings:
+        if finding.code not in _ASKED_LATER:
+            kept.append(finding)
+    stage = replace(plan.stage, findings=tuple(kept))
+    plan = replace(plan, stage=stage)
     if errors(plan.all_findings, strict=resolved.request.strict):
         raise InvalidConfig(plan.all_findings)
     return plan
 
 
-def _fetch(
+def _fetch_parts(
     parts: Sequence[Part], plan: Plan, trainer: Trainer, variables: Mapping[str, str]
 ) -> tuple[Part, ...]:
     fetched = hub.fetch(parts, trainer, {**os.environ, **variables})
@@ -170,10 +175,10 @@ def _fetch(
     return fetched
 
 
-def _left(
+def _list_remaining_work(
     plan: Plan, parts: Sequence[Part], caches: Sequence[Cache], tokenised: Tokenised
 ) -> Iterator[str]:
-    """What remains for the run to do before its first step."""
+    """What the run still does before its first step."""
     if tokenised.state == "left":
         yield "tokenising: TRL does it while its trainer is made, before the first step"
     for part in parts:

@@ -32,7 +32,7 @@ from launcher.stage.stage import Judged
 from launcher.upstream.schema import Schema, source_name
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, local_data
-from launcher.workflows.rehearse.ask import Server, Servers, crash, described
+from launcher.workflows.rehearse.ask import Server, Servers, crash, describe_error
 from launcher.workflows.rehearse.attempts import shape_of
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
@@ -58,7 +58,7 @@ class PreviewFailed(LaunchError):
     exit_code = Exit.BUG
 
     def __init__(self, refusal: ErrorRecord) -> None:
-        message = f"launch could not show these rows: {described(refusal)}"
+        message = f"launch could not show these rows: {describe_error(refusal)}"
         help = "this is a failure of launch, not of the stage file; please report it"
         super().__init__(launch_finding("error", "preview-failed", message, help))
 
@@ -119,7 +119,7 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     entry = entry_of(judged.schema)
     if entry.rehearsal is None:
         message = f"these rows cannot be shown: how {entry.script} prepares them is not described"
-        raise _refused(judged, [launch_finding("error", "no-preview", message)])
+        raise _refuse_file(judged, [launch_finding("error", "no-preview", message)])
     data = _Data(local_data.sets_of(judged.config.args, entry))
     numbers = []
     if row is not None:
@@ -127,22 +127,22 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     say("preparing rows on the CPU: importing packages, usually 15 to 60 s")
     with Servers() as servers:
         server = servers.of(trainer, judged.schema.backend, judged.schema.key, judged.upstream.root)
-        request = _request(judged, judged.schema, entry, data, server.folder())
+        request = _build_request(judged, judged.schema, entry, data, server.folder())
         request.first = first
         request.numbers = numbers
-        response, content = _ask(server, request)
-    findings = list(_about_response(response, content, entry, data))
+        response, content = _ask_server(server, request)
+    findings = list(_report_response(response, content, entry, data))
     if content is None:
-        raise _refused(judged, findings)
+        raise _refuse_file(judged, findings)
     if row is not None and not content.rows and content.refused is None:
-        raise _no_such_row(row, content.total)
+        raise _refuse_row(row, content.total)
     for shown in content.rows:
-        _place(shown, data, entry)
-    content.template.description = _about_template(content.template, judged, entry)
+        _place_row(shown, data, entry)
+    content.template.description = _describe_template(content.template, judged, entry)
     source = source_name(judged.upstream.backend, judged.upstream.version)
     return Preview(
         title=f"{judged.options.stage} on {source}",
-        data=_named_data(judged, entry),
+        data=_name_data(judged, entry),
         model=str(judged.config.args.get(entry.names.model)),
         entry=entry,
         is_pairs=judged.schema.pairs,
@@ -151,14 +151,14 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     )
 
 
-def _refused(judged: Judged, findings: Sequence[Finding]) -> InvalidConfig:
+def _refuse_file(judged: Judged, findings: Sequence[Finding]) -> InvalidConfig:
     if errors(judged.findings):
         # without what is wrong with the file, the trainer may refuse what the file does not say
         return InvalidConfig(judged.findings)
     return InvalidConfig((*judged.findings, *map(judged.config.placed, findings)))
 
 
-def _request(
+def _build_request(
     judged: Judged, schema: Schema, entry: Entry, data: _Data, folder: Path
 ) -> ServerRequest:
     """A request without what is wrong with the file, which need not hide the rows."""
@@ -182,14 +182,16 @@ def _request(
     )
 
 
-def _ask(server: Server, request: ServerRequest) -> tuple[ServerResponse, PreviewContent | None]:
+def _ask_server(
+    server: Server, request: ServerRequest
+) -> tuple[ServerResponse, PreviewContent | None]:
     """The response, and the rows if it has written any.
 
     Raises NotReady for what is not on this machine or where the process ended, and PreviewFailed.
     """
     (response,) = server.ask(request, limit_s=LIMIT_S)
     if response.absent is not None:
-        raise _absent(*response.absent)
+        raise _explain_absence(*response.absent)
     if response.phase is None:
         raise NotReady(crash(response, server.log(response)))
     if response.refusal is not None and response.refusal.by_launch:
@@ -201,7 +203,7 @@ def _ask(server: Server, request: ServerRequest) -> tuple[ServerResponse, Previe
     return response, codec.read_record(PreviewContent, content)
 
 
-def _about_response(
+def _report_response(
     response: ServerResponse, content: PreviewContent | None, entry: Entry, data: _Data
 ) -> Iterator[Finding]:
     """What the trainer refuses, and what stood in for something that is not here."""
@@ -213,7 +215,7 @@ def _about_response(
             key = f"args.{entry.names.data}"
             if content.refused is not None:
                 what = str(data.place(content.refused) or f"row {content.refused + 1}")
-        message = f"the trainer refuses {what}: {described(response.refusal)}"
+        message = f"the trainer refuses {what}: {describe_error(response.refusal)}"
         yield Finding(
             severity="error", layer="trainer", code="trainer-refuses", message=message, key=key
         )
@@ -224,7 +226,7 @@ def _about_response(
             yield launch_finding("note", "stand-in", message)
 
 
-def _absent(kind: str, name: str) -> NotReady:
+def _explain_absence(kind: str, name: str) -> NotReady:
     if kind == "data":
         message = f"the data set {name} is not on this machine"
         return not_ready("absent-data", message, "download it: launch prepare CONFIG")
@@ -235,7 +237,7 @@ def _absent(kind: str, name: str) -> NotReady:
     )
 
 
-def _no_such_row(row: str, total: int | None) -> UsageError:
+def _refuse_row(row: str, total: int | None) -> UsageError:
     help = "the data have fewer rows" if total is None else f"the data have {total:,} rows"
     return usage("no-such-row", f"--row {row}: there is no such row", help)
 
@@ -268,10 +270,10 @@ class _Data:
                     and Path(place.file).absolute() == Path(file).absolute()
                 ):
                     return number
-            raise _no_such_row(row, total)
+            raise _refuse_row(row, total)
         number = int(last) - 1
         if self.sets and total is not None and number >= total:
-            raise _no_such_row(row, total)
+            raise _refuse_row(row, total)
         return number
 
     def place(self, number: int) -> RowPlace | None:
@@ -292,7 +294,7 @@ class _Data:
                     return
 
 
-def _named_data(judged: Judged, entry: Entry) -> str:
+def _name_data(judged: Judged, entry: Entry) -> str:
     named = judged.config.args.get(entry.names.data)
     if isinstance(named, list):
         return " ".join(map(str, named))
@@ -302,7 +304,7 @@ def _named_data(judged: Judged, entry: Entry) -> str:
     return "datasets" if mixed is None else ", ".join(mixed.names())
 
 
-def _place(row: ShownRow, data: _Data, entry: Entry) -> None:
+def _place_row(row: ShownRow, data: _Data, entry: Entry) -> None:
     """Number a row from 1, and say where it stands, and why it is dropped."""
     place = data.place(row.row)
     if place is not None:
@@ -313,11 +315,11 @@ def _place(row: ShownRow, data: _Data, entry: Entry) -> None:
         row.reason = _REASONS[row.reason].format(length=entry.names.max_length)
 
 
-def _about_template(template: TemplateFacts, judged: Judged, entry: Entry) -> str:
-    """Which chat template it is, in words, with what is to be known of it."""
+def _describe_template(template: TemplateFacts, judged: Judged, entry: Entry) -> str:
+    """Which chat template the trainer applies, and where it comes from."""
     args = judged.config.args
     model = str(args.get("tokenizer_name_or_path") or args.get(entry.names.model))
-    tokenizers = f"of the tokenizer of {model}{_template_file(model)}"
+    tokenizers = f"of the tokenizer of {model}{_name_template_file(model)}"
     name = str(template.name)
     if template.source == "none":
         text = f"none: the tokenizer of {model} has none"
@@ -340,8 +342,8 @@ def _about_template(template: TemplateFacts, judged: Judged, entry: Entry) -> st
     return text
 
 
-def _template_file(model: str) -> str:
-    """The file of a local model that holds its template, in brackets."""
+def _name_template_file(model: str) -> str:
+    """The name of a local model's template file in brackets; empty if it has none."""
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         path = Path(model) / name
         if not path.is_file():

@@ -32,18 +32,17 @@ def show(preview: Preview, redactor: Redactor, *, whole: bool) -> None:
     paper = marked.Paper(redactor)
     paper.line([Span(preview.title, "title"), Span(f"  {preview.data}")])
     paper.line([])
-    for label, parts in _head(preview):
+    for label, parts in _render_head(preview):
         paper.line([Span(f"  {label:<{_LABEL}}", "quiet"), *parts])
     if preview.content.rows:
         paper.line([])
-        paper.line([Span("  "), *_legend(preview, paper)])
+        paper.line([Span("  "), *_render_legend(preview, paper)])
     for row in preview.content.rows:
         paper.line([])
         _show_row(row, paper, whole=whole)
 
 
-def _head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
-    """Labels, and what stands beside each of them."""
+def _render_head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
     template = preview.content.template
     is_odd = template.fallback or template.source == "none"
     yield "template", [Span(template.description, "warning" if is_odd else None)]
@@ -51,7 +50,7 @@ def _head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
     if counts is None:
         yield "rows", [Span("not counted: the trainer refuses one of them", "warning")]
         return
-    yield "rows", [Span(_how_many(preview, counts))]
+    yield "rows", [Span(_describe_counts(preview, counts))]
     for label, count, reason in (
         ("cut", counts.cut, f", at {preview.limit}"),
         ("dropped", counts.dropped.too_long, f": the prompt fills {preview.limit}"),
@@ -59,11 +58,11 @@ def _head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
     ):
         if count:
             yield label, [Span(f"{count:,} of {counts.looked_at:,} rows{reason}", "warning")]
-    yield "trained", _share(preview, counts)
-    yield from _histogram(preview, counts.lengths)
+    yield "trained", _render_share(preview, counts)
+    yield from _render_histogram(preview, counts.lengths)
 
 
-def _how_many(preview: Preview, counts: RowCounts) -> str:
+def _describe_counts(preview: Preview, counts: RowCounts) -> str:
     text = f"{counts.looked_at:,}"
     if counts.sampled:
         total = "more" if counts.total is None else f"{counts.total:,}"
@@ -81,8 +80,8 @@ def _how_many(preview: Preview, counts: RowCounts) -> str:
     return f"{text}: {whole:,} whole, {counts.cut:,} cut, {dropped:,} dropped"
 
 
-def _share(preview: Preview, counts: RowCounts) -> list[Span]:
-    share = Span(_percent(counts.trained, counts.tokens), "trained")
+def _render_share(preview: Preview, counts: RowCounts) -> list[Span]:
+    share = Span(_format_percent(counts.trained, counts.tokens), "trained")
     parts = [share, Span(f" of {counts.tokens:,} tokens")]
     # a collator without padding leaves out the first token of a row
     trains_on_all = counts.trained + counts.looked_at >= counts.tokens
@@ -92,7 +91,7 @@ def _share(preview: Preview, counts: RowCounts) -> list[Span]:
     return parts
 
 
-def _percent(part: int, whole: int) -> str:
+def _format_percent(part: int, whole: int) -> str:
     if not whole:
         return "0 %"
     share = 100 * part / whole
@@ -103,7 +102,7 @@ def _percent(part: int, whole: int) -> str:
     return f"{share:.0f} %"
 
 
-def _histogram(preview: Preview, lengths: list[int]) -> Iterator[tuple[str, list[Span]]]:
+def _render_histogram(preview: Preview, lengths: list[int]) -> Iterator[tuple[str, list[Span]]]:
     if not lengths:
         return
     mean = sum(lengths) / len(lengths)
@@ -111,7 +110,7 @@ def _histogram(preview: Preview, lengths: list[int]) -> Iterator[tuple[str, list
     text = f"{mean:,.0f} tokens{of_what} on average, {max(lengths):,} at most, before any cut"
     yield "lengths", [Span(text)]
     limit = preview.content.limit
-    bins = _bins(lengths)
+    bins = _sort_into_bins(lengths)
     width = max(len(label) for _, label, _ in bins)
     most = max(count for _, _, count in bins)
     for low, label, count in bins:
@@ -123,7 +122,7 @@ def _histogram(preview: Preview, lengths: list[int]) -> Iterator[tuple[str, list
         yield "", [Span(f"{label:>{width}}  ", "quiet"), bar, Span(f" {count:,}", "quiet")]
 
 
-def _bins(lengths: list[int]) -> list[tuple[int, str, int]]:
+def _sort_into_bins(lengths: list[int]) -> list[tuple[int, str, int]]:
     """Bins of a round width: the fewest tokens, a label, and the number of rows.
 
     A few rows that are far longer than the others share the last one.
@@ -132,7 +131,7 @@ def _bins(lengths: list[int]) -> list[tuple[int, str, int]]:
     longest = ordered[-1]
     usual = ordered[int(0.98 * (len(ordered) - 1))]
     top = longest if longest < 2 * usual else usual
-    width = _round_width(top)
+    width = _choose_bin_width(top)
     overflow = math.ceil(top / width)
     counts = Counter(min((length - 1) // width, overflow) for length in lengths)
     bins = []
@@ -149,7 +148,7 @@ def _bins(lengths: list[int]) -> list[tuple[int, str, int]]:
     return bins
 
 
-def _round_width(top: int) -> int:
+def _choose_bin_width(top: int) -> int:
     """The smallest of 1, 2, 5, 10, 20, ... with which `_BINS` bins reach `top`."""
     width = 1
     while True:
@@ -159,7 +158,7 @@ def _round_width(top: int) -> int:
         width *= 10
 
 
-def _legend(preview: Preview, paper: marked.Paper) -> list[Span]:
+def _render_legend(preview: Preview, paper: marked.Paper) -> list[Span]:
     what = "tokens that are compared" if preview.is_pairs else "tokens that count in the loss"
     if not paper.colour:
         return [Span(f"[[ ]] encloses {what}", "quiet")]
@@ -170,23 +169,26 @@ def _legend(preview: Preview, paper: marked.Paper) -> list[Span]:
 
 
 def _show_row(row: ShownRow, paper: marked.Paper, *, whole: bool) -> None:
-    paper.line([Span(f"row {row.row}", "title"), *_about_row(row)])
+    title = Span(f"row {row.row}", "title")
+    indent = Span("  ")
+    paper.line([title, *_describe_row(row)])
     if row.difference is not None:
-        paper.line([Span("  "), _about_difference(row.difference)])
+        paper.line([indent, _describe_difference(row.difference)])
     for section in row.sections:
         if len(row.sections) > 1:
             name = Span(section.name, "title")
-            paper.line([Span("  "), name, Span(f"  {_about_section(section)}", "quiet")])
+            size = Span(f"  {_describe_section(section)}", "quiet")
+            paper.line([indent, name, size])
         _show_pieces(section, row, paper, whole=whole)
         if section.cut:
-            paper.line(list(_about_cut(section)))
+            paper.line(list(_describe_cut(section)))
 
 
-def _about_row(row: ShownRow) -> Iterator[Span]:
+def _describe_row(row: ShownRow) -> Iterator[Span]:
     if row.file is not None and row.line is not None:
         yield Span(f"  {RowPlace(row.file, row.line)}", "quiet")
     if row.sections:
-        yield Span(f"  {row.tokens:,} tokens, {_percent(row.trained, row.tokens)} trained")
+        yield Span(f"  {row.tokens:,} tokens, {_format_percent(row.trained, row.tokens)} trained")
     if row.status == "cut":
         yield Span(f", {row.cut:,} cut", "warning")
     if row.sequences > 1:
@@ -197,13 +199,13 @@ def _about_row(row: ShownRow) -> Iterator[Span]:
         yield Span("  not among the rows that the mixture takes", "warning")
 
 
-def _about_section(section: RowSection) -> str:
+def _describe_section(section: RowSection) -> str:
     if not section.tokens and not section.cut:
         return "empty"
     return f"{section.tokens:,} tokens"
 
 
-def _about_difference(pair: PairDifference) -> Span:
+def _describe_difference(pair: PairDifference) -> Span:
     if pair.equal:
         return Span("chosen and rejected are the same: this pair teaches nothing", "warning")
     text = f"they differ in {pair.chosen:,} tokens of chosen and {pair.rejected:,} of rejected"
@@ -216,20 +218,27 @@ def _show_pieces(section: RowSection, row: ShownRow, paper: marked.Paper, *, who
     kept = [piece for piece in section.pieces if not piece.cut]
     left = section.tokens - _SHOWN_TOKENS
     if whole or left <= 0:
-        paper.text([_span(piece, piece.text, section, row) for piece in kept])
+        paper.text([_style_piece(piece, piece.text, section, row) for piece in kept])
         return
     half = _SHOWN_TOKENS // 2
-    paper.text([_span(piece, text, section, row) for piece, text in _head_of(kept, half)])
+    start = []
+    for piece, text in _take_first(kept, half):
+        start.append(_style_piece(piece, text, section, row))
+    paper.text(start)
     note = f"... about {left:,} more tokens: --row {row.row}"
     paper.line([Span(f"  {marked.GUTTER} ", "quiet"), Span(note, "quiet")])
-    end = list(_head_of(kept[::-1], half, from_end=True))
-    paper.text([_span(piece, text, section, row) for piece, text in end[::-1]])
+    kept.reverse()
+    end = []
+    for piece, text in _take_first(kept, half, from_end=True):
+        end.append(_style_piece(piece, text, section, row))
+    end.reverse()
+    paper.text(end)
 
 
-def _head_of(
+def _take_first(
     pieces: list[RowPiece], tokens: int, *, from_end: bool = False
 ) -> Iterator[tuple[RowPiece, str]]:
-    """The first pieces of so many tokens together, the last one in part."""
+    """The first pieces with `tokens` tokens in all; the last piece may be cut."""
     left = tokens
     for piece in pieces:
         if left <= 0:
@@ -243,7 +252,7 @@ def _head_of(
         left -= piece.tokens
 
 
-def _span(piece: RowPiece, text: str, section: RowSection, row: ShownRow) -> Span:
+def _style_piece(piece: RowPiece, text: str, section: RowSection, row: ShownRow) -> Span:
     if not piece.trained or row.status == "dropped":
         return Span(text, "special" if piece.special else None)
     style = "rejected" if section.name == "rejected" else "trained"
@@ -254,7 +263,7 @@ def _span(piece: RowPiece, text: str, section: RowSection, row: ShownRow) -> Spa
     return Span(text, style)
 
 
-def _about_cut(section: RowSection) -> Iterator[Span]:
+def _describe_cut(section: RowSection) -> Iterator[Span]:
     text = "".join(piece.text for piece in section.pieces if piece.cut)
     shown = " ".join(text.split())
     if len(shown) > _CUT_CHARACTERS:

@@ -92,16 +92,20 @@ class Arguments:
 
     def words(self, schema: Schema) -> list[str]:
         words = []
-        for name, value in self._items():
+        for name, value in self._iterate_values():
             if not schema.in_file(name, value):
                 words += [f"--{name}", *schema.words(name, value)]
         return words
 
     def in_file(self, schema: Schema) -> dict[str, Any]:
         """Those that no flag can carry, for the trainer's config file."""
-        return {name: value for name, value in self._items() if schema.in_file(name, value)}
+        values = {}
+        for name, value in self._iterate_values():
+            if schema.in_file(name, value):
+                values[name] = value
+        return values
 
-    def _items(self) -> Iterator[tuple[str, Any]]:
+    def _iterate_values(self) -> Iterator[tuple[str, Any]]:
         for name, value in {**self.kept, **self.added}.items():
             if value is not None:
                 yield name, value
@@ -185,17 +189,24 @@ class _Draft:
         listed = self.kept.get("datasets")
         if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
             return
-        present = [item for item in listed if not _is_absent(item.get("path"))]
+        present = []
+        absent = []
+        for item in listed:
+            path = item.get("path")
+            if _is_absent(path):
+                absent.append(str(path))
+            else:
+                present.append(item)
         if not present:
             # the rows that stand in have columns of their own
-            self.kept["datasets"] = [_with_all_columns(item) for item in listed]
-        elif len(present) < len(listed):
-            names = ", ".join(str(item.get("path")) for item in listed if item not in present)
+            self.kept["datasets"] = [_keep_all_columns(item) for item in listed]
+        elif absent:
+            names = ", ".join(absent)
             self.left_out[f"the rows of {names}, which are not on this machine"] = ("datasets",)
             self.kept["datasets"] = present
 
 
-def _with_all_columns(item: Mapping[str, Any]) -> Mapping[str, Any]:
+def _keep_all_columns(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**item, "columns": None} if "columns" in item else item
 
 

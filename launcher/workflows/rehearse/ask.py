@@ -110,22 +110,22 @@ class Server:
                 start_new_session=True,
                 text=True,
             )
-            stack.callback(self._end)
-            self._set_up()
+            stack.callback(self._end_process)
+            self._set_up_server()
             self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def _set_up(self) -> None:
+    def _set_up_server(self) -> None:
         paths = [] if self.root is None else [str(self.root)]
         setup = {"backend": self.backend, "paths": paths, "script": asdict(self.script)}
         ready = self._exchange(setup, STARTS_S)
         if ready is None:
             reason = "it ended, or did not answer"
         elif "failed" in ready:
-            reason = described(ErrorRecord(**ready["failed"]))
+            reason = describe_error(ErrorRecord(**ready["failed"]))
         else:
             return
         message = f"{self.trainer.python} cannot import the training script: {reason}"
@@ -134,7 +134,7 @@ class Server:
     def _exchange(self, content: Any, seconds: float) -> Any:
         """The server's answer to a line; None where it ends, or takes longer: then it is ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        timer = threading.Timer(seconds, self._kill)
+        timer = threading.Timer(seconds, self._kill_process)
         timer.start()
         try:
             print(json.dumps(content), file=self._process.stdin, flush=True)
@@ -145,11 +145,11 @@ class Server:
         finally:
             timer.cancel()
 
-    def _kill(self) -> None:
+    def _kill_process(self) -> None:
         process.signal_group(self._process.pid, signal.SIGKILL)
 
-    def _end(self) -> None:
-        self._kill()
+    def _end_process(self) -> None:
+        self._kill_process()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
@@ -194,7 +194,7 @@ class Servers(contextlib.ExitStack):
         return self._open[key]
 
 
-def described(error: ErrorRecord) -> str:
+def describe_error(error: ErrorRecord) -> str:
     """What an exception says, in one line, with the place in the library that raised it."""
     text = " ".join(error.message.split())
     if error.type in {"SystemExit", "Refused", "KeyError"}:

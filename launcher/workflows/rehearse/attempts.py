@@ -14,15 +14,15 @@ from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, local_data
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
-from launcher.workflows.rehearse.ask import Server, crash, described
-from launcher.workflows.rehearse.cause import DOING, Effect, compare, quotes, suspects
+from launcher.workflows.rehearse.ask import Server, crash, describe_error
+from launcher.workflows.rehearse.cause import DOING, Effect, compare, find_suspects, quotes
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
     PreparedRows,
     ServerRequest,
     ServerResponse,
 )
-from launcher.workflows.rehearse.remarks import about_rows, of_trainer
+from launcher.workflows.rehearse.remarks import check_rows, create_trainer_finding
 from launcher.workflows.rehearse.result import FAILED, Rehearsal
 
 _MOST_REFUSALS = 8
@@ -91,7 +91,7 @@ class Attempts:
         rows = seen_rows(response)
         if rows is not None:
             name = "datasets" if self.config.args.get("datasets") else self.entry.names.data
-            self.findings += about_rows(rows, self.entry, f"args.{name}")
+            self.findings += check_rows(rows, self.entry, f"args.{name}")
         for what, names in self.whole.left_out.items():
             key = f"args.{names[0]}" if names else "deepspeed"
             self.note("not-rehearsed", f"not rehearsed on the CPU: {what}", key)
@@ -120,7 +120,7 @@ class Attempts:
                 return response
             if refusal is None:
                 return response
-            obstacle = _obstacle(refusal)
+            obstacle = _find_obstacle(refusal)
             if obstacle is not None:
                 self.findings.append(obstacle)
                 return response
@@ -128,7 +128,8 @@ class Attempts:
             if _NEEDS_GPU.search(refusal.message):
                 # what a CPU alone lacks is no fault of the file
                 key = f"args.{culprits[0]}" if culprits else None
-                self.note("not-rehearsed", f"not rehearsed on the CPU: {described(refusal)}", key)
+                message = f"not rehearsed on the CPU: {describe_error(refusal)}"
+                self.note("not-rehearsed", message, key)
             else:
                 self.findings.append(self.refusal(response, culprits))
             if not culprits:
@@ -190,7 +191,7 @@ class Attempts:
             return
         reason = "its process ended"
         if response.refusal is not None:
-            reason = described(response.refusal)
+            reason = describe_error(response.refusal)
         message = "no small model of this kind can be made, so the arguments are only parsed: "
         self.note("not-rehearsed", message + reason, f"args.{self.entry.names.model}")
 
@@ -212,7 +213,7 @@ class Attempts:
         if self.ask(self.whole, only_parses=True).refusal is not None:
             return
         if refusal.by_launch:
-            self.findings.append(_own_failure(refusal))
+            self.findings.append(_report_own_failure(refusal))
             return
         culprits = self.causes(response, whole, list(left_out))
         self.findings.append(self.refusal(response, culprits))
@@ -236,26 +237,32 @@ class Attempts:
         """
         args = self.whole.kept
         names = [name for name in args if name != self.entry.names.model]
-        likely = suspects(refusal, args, names)
+        likely = find_suspects(refusal, args, names)
         if response.phase in {"data", "construct"} or refusal.type == "KeyError":
-            likely += [name for name in self.data_names if name in args and name not in likely]
+            for name in self.data_names:
+                if name in args and name not in likely:
+                    likely.append(name)
         likely = likely[:_MOST_SUSPECTS]
         effects = self.effects(response, self.whole, likely)
         best = max(effects.values(), default=Effect.NONE)
-        shown = [name for name in likely if effects[name] == best >= Effect.LATER]
+        shown = []
+        if best >= Effect.LATER:
+            shown = [name for name in likely if effects[name] == best]
         unsure = [name for name in likely if effects[name] == Effect.ELSEWHERE]
         quoted = [name for name in shown + unsure if quotes(refusal.message, args[name])]
         named = list(dict.fromkeys(quoted + shown))
         # with other data much is gone that is not about the data
         if not set(named) <= set(self.data_names):
             return named
-        others = self.causes(response, self.whole, [name for name in names if name not in likely])
+        unlikely = [name for name in names if name not in likely]
+        others = self.causes(response, self.whole, unlikely)
         # a switch brings others into play, and one of those is rather what is wrong
         others.sort(key=lambda name: args[name] is True)
         if others or named or not unsure:
             return others + named
         kept = {*likely, *self.data_names}
-        few = self.without(self.whole, [name for name in names if name not in kept])
+        dropped = [name for name in names if name not in kept]
+        few = self.without(self.whole, dropped)
         again = self.ask(few)
         if again.refusal is None or compare(response, again) != Effect.NONE:
             return []
@@ -283,13 +290,17 @@ class Attempts:
         """The arguments without some; data are replaced by rows that each trainer takes."""
         left = set(names)
         added = dict(whole.added)
-        if self.entry.names.model in left:
-            added[self.entry.names.model] = _MADE_UP_MODEL
-        if left & set(self.data_names):
-            left |= set(self.data_names)
+        keys = self.entry.names
+        if keys.model in left:
+            added[keys.model] = _MADE_UP_MODEL
+        if not left.isdisjoint(self.data_names):
+            left.update(self.data_names)
             data = [_MADE_UP_ROWS, "1.0"] if self.entry.mixes else _MADE_UP_ROWS
-            added[self.entry.names.data] = data
-        kept = {name: value for name, value in whole.kept.items() if name not in left}
+            added[keys.data] = data
+        kept = {}
+        for name, value in whole.kept.items():
+            if name not in left:
+                kept[name] = value
         return replace(whole, kept=kept, added=added)
 
     def refused_rows(self, response: ServerResponse) -> list[str]:
@@ -320,12 +331,12 @@ class Attempts:
         doing = DOING[str(response.phase)]
         help = self.advice(response, refusal, culprits)
         if not culprits:
-            message = f"the trainer refuses this stage {doing}: {described(refusal)}"
-            return of_trainer("error", "trainer-refuses", message, help, key=None)
+            message = f"the trainer refuses this stage {doing}: {describe_error(refusal)}"
+            return create_trainer_finding("error", "trainer-refuses", message, help, key=None)
         name = culprits[0]
         value = brief(self.config.args.get(name))
-        message = f"the trainer refuses `{name}: {value}` {doing}: {described(refusal)}"
-        return of_trainer("error", "trainer-refuses", message, help, key=f"args.{name}")
+        message = f"the trainer refuses `{name}: {value}` {doing}: {describe_error(refusal)}"
+        return create_trainer_finding("error", "trainer-refuses", message, help, key=f"args.{name}")
 
     def advice(
         self, response: ServerResponse, refusal: ErrorRecord, culprits: list[str]
@@ -351,8 +362,8 @@ def seen_rows(response: ServerResponse) -> PreparedRows | None:
     return response.rows
 
 
-def _obstacle(refusal: ErrorRecord) -> Finding | None:
-    """A finding about what is no refusal: no room for a rehearsal, or a failure of launch."""
+def _find_obstacle(refusal: ErrorRecord) -> Finding | None:
+    """A finding if it is no refusal of the trainer: no room, or a failure of launch."""
     what = None
     if refusal.type == "MemoryError":
         what = "there is not enough memory"
@@ -361,14 +372,14 @@ def _obstacle(refusal: ErrorRecord) -> Finding | None:
         what = "there is no space left"
         help = "free some, or set TMPDIR to a larger disk"
     if what is not None:
-        message = f"{what} for a rehearsal: {described(refusal)}"
+        message = f"{what} for a rehearsal: {describe_error(refusal)}"
         return launch_finding("error", "rehearsal-no-room", message, help)
-    return _own_failure(refusal) if refusal.by_launch else None
+    return _report_own_failure(refusal) if refusal.by_launch else None
 
 
-def _own_failure(refusal: ErrorRecord) -> Finding:
-    """What is wrong with launch, and not with the stage."""
-    message = f"launch could not rehearse this: {described(refusal)}"
+def _report_own_failure(refusal: ErrorRecord) -> Finding:
+    """A note for a failure of launch, not of the stage."""
+    message = f"launch could not rehearse this: {describe_error(refusal)}"
     help = (
         "this is a failure of launch, not of the stage file: nothing is refused; please report it"
     )

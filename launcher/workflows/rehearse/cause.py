@@ -39,7 +39,9 @@ def compare(before: ServerResponse, now: ServerResponse) -> Effect:
         return Effect.NONE
     if now.refusal is None:
         return Effect.GONE
-    if now.refusal.by_launch or _signature(now.refusal) == _signature(before.refusal):
+    if now.refusal.by_launch:
+        return Effect.NONE
+    if _compute_signature(now.refusal) == _compute_signature(before.refusal):
         return Effect.NONE
     if _PHASES.index(now.phase) > _PHASES.index(before.phase):
         return Effect.LATER
@@ -50,7 +52,7 @@ def compare(before: ServerResponse, now: ServerResponse) -> Effect:
     return Effect.NONE
 
 
-def _signature(refusal: ErrorRecord) -> tuple[Any, ...]:
+def _compute_signature(refusal: ErrorRecord) -> tuple[Any, ...]:
     message = refusal.message
     if refusal.type == "Refused":
         # launch's own: one kind of fault a line, with other figures each time
@@ -61,7 +63,7 @@ def _signature(refusal: ErrorRecord) -> tuple[Any, ...]:
     return refusal.type, refusal.file, refusal.line, message[:120]
 
 
-def suspects(refusal: ErrorRecord, args: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def find_suspects(refusal: ErrorRecord, args: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Arguments that a refusal names, or whose value it quotes, or that its code reads."""
     words = set(_WORD.findall(refusal.message))
     code = set(_WORD.findall("\n".join(refusal.code).replace(".", " ")))

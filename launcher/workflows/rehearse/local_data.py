@@ -43,7 +43,7 @@ class LocalSet:
     @property
     def size(self) -> tuple[int | None, int | None]:
         """Rows and bytes for a request: without bytes only the first rows are looked at."""
-        size = _bytes_of(self.source.files)
+        size = _sum_file_sizes(self.source.files)
         if self.rows is None or size is None or size > _LARGEST:
             return self.rows, None
         return self.rows, size
@@ -51,7 +51,7 @@ class LocalSet:
 
 def sets_of(args: Mapping[str, Any], entry: Entry) -> list[LocalSet]:
     """What a stage trains on, beside a mixture (`datasets`)."""
-    return [LocalSet(source, survey.look(source.files)) for source in _sources(args, entry)]
+    return [LocalSet(source, survey.look(source.files)) for source in _list_sources(args, entry)]
 
 
 def further_rows(args: Mapping[str, Any], sets: Iterable[LocalSet]) -> Further:
@@ -60,7 +60,7 @@ def further_rows(args: Mapping[str, Any], sets: Iterable[LocalSet]) -> Further:
     Of a mixture's set the name is its key. Rows that JSON cannot hold are left out.
     """
     surveys: list[tuple[str, Survey]] = []
-    for mixed in _mixed_sets(args):
+    for mixed in _read_mixed_sets(args):
         for piece in mixed.pieces:
             if piece.rows is not None:
                 surveys.append((mixed.entry.key, piece.survey(None)))
@@ -72,14 +72,14 @@ def further_rows(args: Mapping[str, Any], sets: Iterable[LocalSet]) -> Further:
         if name in further:
             continue
         for exemplar in exemplars.beyond(surveyed, ROWS):
-            size = _size(exemplar.row)
+            size = _measure_row(exemplar.row)
             if size is not None and size <= left:
                 left -= size
                 further.setdefault(name, []).append(exemplar)
     return further
 
 
-def _size(row: Mapping[str, Any]) -> int | None:
+def _measure_row(row: Mapping[str, Any]) -> int | None:
     """Characters of a row as JSON; None where it holds what JSON does not: bytes, times."""
     try:
         return len(json.dumps(row))
@@ -87,7 +87,7 @@ def _size(row: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _mixed_sets(args: Mapping[str, Any]) -> tuple[MixedSet, ...]:
+def _read_mixed_sets(args: Mapping[str, Any]) -> tuple[MixedSet, ...]:
     mixed = mixture.of_values(args, os.environ)
     return () if mixed is None else mixed.sets
 
@@ -95,7 +95,7 @@ def _mixed_sets(args: Mapping[str, Any]) -> tuple[MixedSet, ...]:
 def mixture_parts(args: Mapping[str, Any]) -> list[MixturePart]:
     """The sets of a mixture whose rows are all on this machine."""
     parts = []
-    for mixed in _mixed_sets(args):
+    for mixed in _read_mixed_sets(args):
         if mixed.rows is None:
             continue
         entry = mixed.entry
@@ -110,27 +110,27 @@ def mixture_parts(args: Mapping[str, Any]) -> list[MixturePart]:
                 call=[entry.path, entry.name, entry.data_dir, entry.data_files, entry.split],
                 pieces=pieces,
                 rows=mixed.rows,
-                bytes=_bytes_of(files),
+                bytes=_sum_file_sizes(files),
             )
         )
     return parts
 
 
-def _bytes_of(files: Iterable[Path]) -> int | None:
-    """The size of files together; None where one of them has gone."""
+def _sum_file_sizes(files: Iterable[Path]) -> int | None:
+    """Bytes of all files; None if one has gone."""
     try:
         return sum(file.stat().st_size for file in files)
     except OSError:
         return None
 
 
-def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
+def _list_sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
     """What a stage trains on, as its trainer loads it; without files where it is not local."""
     named = args.get(entry.names.data)
     if not entry.mixes:
         if isinstance(named, str) and not args.get("datasets"):
             split = args.get("dataset_train_split")
-            yield _folder(named, split, args.get("dataset_config"))
+            yield _open_folder(named, split, args.get("dataset_config"))
         return
     if not isinstance(named, list):
         return
@@ -142,10 +142,10 @@ def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
         if name.endswith(LOCAL_SUFFIXES):
             yield sources.of_file(name)
         else:
-            yield _folder(name, split, None)
+            yield _open_folder(name, split, None)
 
 
-def _folder(name: str, split: Any, config: Any) -> Source:
+def _open_folder(name: str, split: Any, config: Any) -> Source:
     if not is_dir(name):
         return Source(name=name, unseen="it is no folder here")
     if config is not None:

@@ -27,62 +27,69 @@ _MOST_FILES = 1000
 def recall(judged: Judged, trainer: Trainer) -> Rehearsal | None:
     """The result of the same rehearsal; None where there was none."""
     with contextlib.suppress(codec.Misfit):
-        return codec.read_record(Rehearsal, read_json(_path(judged, trainer)))
+        return codec.read_record(Rehearsal, read_json(_compute_path(judged, trainer)))
     return None
 
 
 def keep(judged: Judged, trainer: Trainer, result: Rehearsal) -> None:
     """Remember a rehearsal if the cache can be written."""
-    path = _path(judged, trainer)
+    path = _compute_path(judged, trainer)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(result))
 
 
-def _path(judged: Judged, trainer: Trainer) -> Path:
-    parts = json.dumps(list(_parts(judged, trainer)), sort_keys=True, default=str)
+def _compute_path(judged: Judged, trainer: Trainer) -> Path:
+    parts = json.dumps(list(_list_dependencies(judged, trainer)), sort_keys=True, default=str)
     name = hashlib.sha256(parts.encode()).hexdigest()[:32]
     return cache_home() / "rehearsals" / f"{name}.json"
 
 
-def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
-    """Whatever a rehearsal depends on, this package among it."""
-    assert judged.schema is not None and judged.upstream is not None and judged.options is not None
+def _list_dependencies(judged: Judged, trainer: Trainer) -> Iterator[Any]:
+    """All that a rehearsal depends on, including this package."""
+    schema = judged.schema
+    assert schema is not None
+    assert judged.upstream is not None
+    assert judged.options is not None
     args = judged.config.args
-    whole = arguments.of_stage(args, judged.options, judged.schema, entry_of(judged.schema))
-    yield [judged.schema.key, judged.upstream.as_json()]
-    yield {name: trainer.packages.get(name) for name in (*DECISIVE, "safetensors")}
+    whole = arguments.of_stage(args, judged.options, schema, entry_of(schema))
+    yield [schema.key, judged.upstream.as_json()]
+    packages = (*DECISIVE, "safetensors")
+    yield {name: trainer.packages.get(name) for name in packages}
     # what is left out of the steps is parsed all the same
     yield [dict(args), whole.added, whole.left_out]
-    yield [
-        [finding.code, finding.key] for finding in judged.findings if finding.severity == "error"
-    ]
-    yield _state(Path(__file__).parent)
-    for text in _texts(whole.kept):
+    wrong = []
+    for finding in judged.findings:
+        if finding.severity == "error":
+            wrong.append([finding.code, finding.key])
+    yield wrong
+    yield _read_file_state(Path(__file__).parent)
+    for text in _walk_texts(whole.kept):
         if is_hub_name(text):
             yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
-        yield _state(Path(os.path.expanduser(text)))
+        path = Path(os.path.expanduser(text))
+        yield _read_file_state(path)
     mixed = mixture.of_values(whole.kept, os.environ)
     if mixed is not None:
-        yield [_state(Path(name)) for name in mixed.names()]
+        yield [_read_file_state(Path(name)) for name in mixed.names()]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _walk_texts(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
         for below in value:
-            yield from _texts(below)
+            yield from _walk_texts(below)
     elif isinstance(value, str):
         yield value
 
 
-def _state(path: Path) -> Any:
-    """What no write leaves as it is of a local file; of a folder the states of the files in it."""
+def _read_file_state(path: Path) -> Any:
+    """What every write to a file changes; for a folder, that of each file in it."""
     with contextlib.suppress(OSError, ValueError):
         if is_dir(path):
             below = sorted(path.rglob("*"))[:_MOST_FILES]
-            return [_state(file) for file in below if is_file(file)]
+            return [_read_file_state(file) for file in below if is_file(file)]
         status = path.stat()
         return [str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     return None

@@ -86,7 +86,7 @@ def require(stages: Mapping[str, Facts], say: Say, *, by_itself: bool) -> tuple[
     is_strict = False
     with Servers() as servers:
         for name, facts in stages.items():
-            requested = _request_of(facts)
+            requested = _read_request(facts)
             if requested is False or (requested is None and not by_itself):
                 continue
             is_strict = is_strict or facts.request.strict
@@ -103,8 +103,8 @@ def require(stages: Mapping[str, Facts], say: Say, *, by_itself: bool) -> tuple[
     return (*findings.values(), *failed)
 
 
-def _request_of(facts: Facts) -> bool | None:
-    """Whether a rehearsal is asked for, or refused; None where neither."""
+def _read_request(facts: Facts) -> bool | None:
+    """True if a rehearsal is asked for, False if it is refused, else None."""
     if facts.request.rehearse is not None:
         return facts.request.rehearse
     if facts.stage.options.rehearse is not None:

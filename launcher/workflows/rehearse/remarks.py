@@ -30,7 +30,7 @@ _DROPPED = (
 )
 
 
-def of_trainer(
+def create_trainer_finding(
     severity: Severity, code: str, message: str, help: str | None = None, *, key: str | None
 ) -> Finding:
     return Finding(
@@ -38,39 +38,40 @@ def of_trainer(
     )
 
 
-def about_rows(rows: PreparedRows, entry: Entry, data_key: str) -> Iterator[Finding]:
+def check_rows(rows: PreparedRows, entry: Entry, data_key: str) -> Iterator[Finding]:
     """`data_key` is the key that names the data."""
     for dropping in rows.dropped:
-        yield _about_dropped(dropping, rows, entry, data_key)
-    which = _which(rows)
+        yield _report_dropped(dropping, rows, entry, data_key)
+    which = _name_rows(rows)
     if rows.empty:
         message = f"{rows.empty / rows.rows:.0%} of {which} have no token"
-        yield of_trainer(_severity(rows.empty, rows), "empty-rows", message, key=data_key)
+        severity = _choose_severity(rows.empty, rows)
+        yield create_trainer_finding(severity, "empty-rows", message, key=data_key)
     if rows.masked > rows.empty:
         message = f"{rows.masked / rows.rows:.0%} of {which} have no token that counts in the loss"
         help = (
             "an answer that is cut off, or a chat template without the markers that masking needs"
         )
-        severity = _severity(rows.masked, rows)
-        yield of_trainer(severity, "nothing-to-learn", message, help, key=data_key)
+        severity = _choose_severity(rows.masked, rows)
+        yield create_trainer_finding(severity, "nothing-to-learn", message, help, key=data_key)
     length = entry.names.max_length
     if rows.cut >= _MUCH * rows.rows:
         message = f"{rows.cut / rows.rows:.0%} of {which} are cut off at the limit"
         help = f"a larger `{length}`"
-        yield of_trainer("warning", "cut-rows", message, help, key=f"args.{length}")
+        yield create_trainer_finding("warning", "cut-rows", message, help, key=f"args.{length}")
     for token, present in rows.present.items():
         if present < (rows.rows - rows.cut) * (1 - _MUCH):
             message = f"only {present / rows.rows:.0%} of {which} hold the tokenizer's end token "
             message += f"`{token}`: the model does not learn to stop"
             help = "a chat template that ends answers with it"
-            yield of_trainer("warning", "no-end-token", message, help, key=data_key)
+            yield create_trainer_finding("warning", "no-end-token", message, help, key=data_key)
 
 
-def _severity(count: int, rows: PreparedRows) -> Severity:
+def _choose_severity(count: int, rows: PreparedRows) -> Severity:
     return "error" if count == rows.rows else "warning"
 
 
-def _which(rows: PreparedRows, count: int | None = None) -> str:
+def _name_rows(rows: PreparedRows, count: int | None = None) -> str:
     """The rows that were rehearsed, in words: the first ones, unless others were added."""
     number = "" if count is None else f"{count:,} "
     if rows.further:
@@ -78,12 +79,12 @@ def _which(rows: PreparedRows, count: int | None = None) -> str:
     return f"the first {number}rows"
 
 
-def _about_dropped(
+def _report_dropped(
     dropping: FilterPass, rows: PreparedRows, entry: Entry, data_key: str
 ) -> Finding:
     """Rows that the trainer leaves out, by the sizes of its own data set before and after."""
     length = entry.names.max_length
-    where = _which(rows, dropping.before)
+    where = _name_rows(rows, dropping.before)
     # open-instruct repeats the rows of a set of which more are wanted than it has
     if rows.total == dropping.before:
         where = f"{dropping.before:,} rows"
@@ -94,8 +95,8 @@ def _about_dropped(
         message += f": {reason.format(length=length)}"
         if help:
             help = help.format(length=length)
-            return of_trainer("warning", DROPPED, message, help, key=f"args.{length}")
-        return of_trainer("warning", DROPPED, message, key=data_key)
+            return create_trainer_finding("warning", DROPPED, message, help, key=f"args.{length}")
+        return create_trainer_finding("warning", DROPPED, message, key=data_key)
     if dropping.what:
         message += f": left out by {dropping.what}"
-    return of_trainer("warning", DROPPED, message, key=data_key)
+    return create_trainer_finding("warning", DROPPED, message, key=data_key)

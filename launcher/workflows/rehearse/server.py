@@ -92,7 +92,7 @@ def respond(stage: Any, request: Any) -> Any:
             message = exit_message(log) or f"exit code {stop.code}"
             response.refusal = records.ErrorRecord(type="SystemExit", message=message)
     except BaseException as error:
-        response.refusal = records.ErrorRecord(**described(error))
+        response.refusal = records.ErrorRecord(**describe_error(error))
     return response
 
 
@@ -114,7 +114,7 @@ def exit_message(log: int) -> str | None:
     return None
 
 
-def described(error: BaseException) -> dict[str, Any]:
+def describe_error(error: BaseException) -> dict[str, Any]:
     """The fields of an `ErrorRecord`."""
     by_launch = is_launchs_fault(error)
     frames = list(traceback.extract_tb(error.__traceback__))
@@ -236,7 +236,7 @@ def serve() -> None:
         stage = importlib.import_module(f"inside.{setup['backend']}_stage")
         stage.load(script)
     except BaseException as error:
-        out.write(json.dumps({"failed": described(error)}) + "\n")
+        out.write(json.dumps({"failed": describe_error(error)}) + "\n")
         return
     out.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:

@@ -14,7 +14,7 @@ from typing import Literal
 from launcher.lazy_dataclass import dataclass
 from launcher.plan.memory.phases import usable
 from launcher.workflows.bench.comparison import Cause, Sample, Spread
-from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, described
+from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, describe_setting
 
 THRESHOLD = 0.005
 """The search ends if nothing that is left could gain more than this share."""
@@ -160,12 +160,12 @@ class Search:
         ranked: list[SettingRuns] = []
         while left:
             equals = [setting for setting in left if setting.speed >= left[0].speed * (1 - SAME)]
-            plainest = min(equals, key=lambda setting: self._changes(setting.candidate))
+            plainest = min(equals, key=lambda setting: self._count_changes(setting.candidate))
             ranked.append(plainest)
             left.remove(plainest)
         return ranked
 
-    def _changes(self, candidate: Candidate) -> int:
+    def _count_changes(self, candidate: Candidate) -> int:
         return len(candidate.differing(self.base))
 
     @property
@@ -183,7 +183,7 @@ class Search:
 
     def fits(self, runs: SettingRuns | Trial) -> bool:
         """Whether the whole run fits, with its longer rows; the file as written always does."""
-        return runs.candidate.key == self.base.key or (_whole_peak(runs) or 0) <= self.limit
+        return runs.candidate.key == self.base.key or (_scale_peak(runs) or 0) <= self.limit
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
@@ -216,7 +216,7 @@ class Search:
             candidate.peak < other.peak for other in full if other.peak
         )
 
-    def _gain(self, candidate: Candidate) -> float:
+    def _expect_gain(self, candidate: Candidate) -> float:
         """The share by which it should be faster than the best, by the plan; 1 if there is none."""
         best = self.best
         return 1.0 if best is None else candidate.speed / best.candidate.speed - 1
@@ -245,35 +245,35 @@ class Search:
         """
         if not self.runs and (self.base.peak or 0) <= (self.room or math.inf):
             return replace(self.base, purpose="baseline", why="the file as it is written")
-        self.stopped = self._unusable_base()
+        self.stopped = self._explain_unusable_base()
         if self.stopped is not None:
             return None
         ranked = self.ranked()
         worth = [candidate for gain, candidate in ranked if gain >= self.threshold]
         for candidate in worth:
             if self.trial_seconds(candidate) <= left:
-                return replace(candidate, why=self._why(candidate))
-        again = self._again(left)
+                return replace(candidate, why=self._explain_choice(candidate))
+        again = self._choose_repeat(left)
         if again is not None:
             return again
         seconds_left = f"{max(0.0, left):.0f} s are left"
         if worth:
             self.stopped = (
-                f"the budget: {self._why(worth[0])} and not tried, because a trial of it "
-                f"takes about {self.trial_seconds(worth[0]):.0f} s and {seconds_left}: "
+                f"the budget: {self._explain_choice(worth[0])} and not tried, because a trial of "
+                f"it takes about {self.trial_seconds(worth[0]):.0f} s and {seconds_left}: "
                 "a larger --budget continues here"
             )
         elif ranked:
             self.stopped = f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most"
         else:
             self.stopped = "nothing is left that fits and was not tried"
-        due = self._again(math.inf)
+        due = self._choose_repeat(math.inf)
         if due is not None:
             needed = f"{due.why} takes about {self.trial_seconds(due):.0f} s"
             self.stopped += f"; {needed}, {seconds_left}"
         return None
 
-    def _unusable_base(self) -> str | None:
+    def _explain_unusable_base(self) -> str | None:
         """Why the file as written, tried without success, ends the search; None if it does not."""
         if self.first is None or self.best is not None:
             return None
@@ -294,21 +294,32 @@ class Search:
         for candidate in self.grid.values():
             if candidate.key not in self.results and self.eligible(candidate):
                 fresh.append(candidate)
-        leaps = [setting for key, setting in self.results.items() if key != self.base.key]
-        if best is None or all(leap.decisive.status in ("oom", "refused") for leap in leaps):
+        if best is None or not self._has_run_leap():
             # the fastest by the plan, until one runs
-            fresh.sort(key=lambda candidate: (-candidate.speed, self._changes(candidate)))
-            gains = [(self._gain(candidate), candidate) for candidate in fresh]
+            fresh.sort(key=lambda candidate: (-candidate.speed, self._count_changes(candidate)))
+            gains = [(self._expect_gain(candidate), candidate) for candidate in fresh]
             if gains and gains[0][0] >= self.threshold:
                 return gains
         if best is None:
             return []
         gains = []
-        for name, candidate in self._neighbours(best.candidate, fresh):
-            gains.append((self._gain(candidate) + _DOUBT[name], candidate))
-        return sorted(gains, key=lambda pair: (-round(pair[0], 4), self._changes(pair[1])))
+        for name, candidate in self._find_neighbours(best.candidate, fresh):
+            gains.append((self._expect_gain(candidate) + _DOUBT[name], candidate))
 
-    def _neighbours(
+        def order(pair: tuple[float, Candidate]) -> tuple[float, int]:
+            gain, candidate = pair
+            return -round(gain, 4), self._count_changes(candidate)
+
+        return sorted(gains, key=order)
+
+    def _has_run_leap(self) -> bool:
+        """Whether a setting other than the file's was neither refused nor out of memory."""
+        for key, setting in self.results.items():
+            if key != self.base.key and setting.decisive.status not in ("oom", "refused"):
+                return True
+        return False
+
+    def _find_neighbours(
         self, best: Candidate, fresh: Sequence[Candidate]
     ) -> Iterator[tuple[str, Candidate]]:
         """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
@@ -336,9 +347,9 @@ class Search:
                 if item not in self.passed:
                     yield name, candidate
 
-    def _again(self, left: float) -> Candidate | None:
-        """The best or the file, until each was run often enough: A B, B A, A B."""
-        contenders = self._contenders()
+    def _choose_repeat(self, left: float) -> Candidate | None:
+        """The best or the file, until each was run `RUNS` times: A B, B A, A B."""
+        contenders = self._list_contenders()
         if not contenders:
             return None
         fewest = min(len(setting.runs) for setting in contenders)
@@ -353,7 +364,7 @@ class Search:
                 return replace(candidate, purpose="repeat", why=why)
         return None
 
-    def _contenders(self) -> list[SettingRuns]:
+    def _list_contenders(self) -> list[SettingRuns]:
         """The best other than the file, and the file itself, in the order of their first runs."""
         others = [setting for setting in self.good if setting.candidate.key != self.base.key]
         if not others:
@@ -369,16 +380,17 @@ class Search:
         before = self.best
         if before is not None and candidate.purpose == "search":
             changed = candidate.differing(before.candidate)
-            changed = [name for name in changed if name != "per_device"]
-            if len(changed) == 1 and trial.counts and trial.status != "oom":
-                self.passed.add((changed[0], candidate.settings[changed[0]]))
-        trial = replace(trial, learned=self._learned(trial, before))
+            levers = [name for name in changed if name != "per_device"]
+            if len(levers) == 1 and trial.counts and trial.status != "oom":
+                lever = levers[0]
+                self.passed.add((lever, candidate.settings[lever]))
+        trial = replace(trial, learned=self._describe_lesson(trial, before))
         self.runs.append(trial)
         runs = (*self.runs_of(candidate), trial)
         self.results[candidate.key] = SettingRuns(candidate=runs[0].candidate, runs=runs)
         return trial
 
-    def _learned(self, trial: Trial, before: SettingRuns | None) -> str:
+    def _describe_lesson(self, trial: Trial, before: SettingRuns | None) -> str:
         if trial.status == "timeout":
             return "the budget was used up before it ended"
         if trial.status == "oom":
@@ -387,7 +399,7 @@ class Search:
         earlier = self.runs_of(trial.candidate)
         if not trial.ok:
             if not earlier:
-                return failure + self._blame(trial)
+                return failure + self._rule_out_values(trial)
             if trial.status == "refused":
                 return failure
             return f"{failure}; no longer kept: every run has to pass"
@@ -401,13 +413,13 @@ class Search:
         if trial.peak is not None and estimate:
             parts.append(f"{trial.peak:.1f} GiB, {estimate:.1f} estimated")
         if not self.fits(trial):
-            needed = f"{_whole_peak(trial):.0f} of {self.room:.0f} GiB"
+            needed = f"{_scale_peak(trial):.0f} of {self.room:.0f} GiB"
             parts.append(f"not kept: with its longest rows the run needs {needed}")
         elif before is not None:
             parts.append("kept" if trial.speed > before.speed else "not kept")
         return "; ".join(parts) or "the others are compared with it"
 
-    def _blame(self, trial: Trial) -> str:
+    def _rule_out_values(self, trial: Trial) -> str:
         """Rule out the values that a verdict names, else all that are new together; say which."""
         settings = trial.candidate.settings
         names = list(trial.blamed)
@@ -418,15 +430,15 @@ class Search:
                 items.add(("attention", settings["attention"]))
             self.guilty.append(frozenset(items))
         if not names:
-            names = self._new_levers(trial.candidate)
+            names = self._find_new_levers(trial.candidate)
             if not names:
                 return ""
             self.guilty.append(frozenset((name, settings[name]) for name in names))
-        words = ", ".join(described(name, settings[name]) for name in names)
+        words = ", ".join(describe_setting(name, settings[name]) for name in names)
         together = " together" if len(names) > 1 else ""
         return f"; {words}: not tried again{together}"
 
-    def _new_levers(self, candidate: Candidate) -> list[str]:
+    def _find_new_levers(self, candidate: Candidate) -> list[str]:
         """Levers that differ from the nearest setting that runs."""
         proved = [setting.candidate for setting in self.results.values() if setting.ok]
         nearest = min(proved or [self.base], key=lambda other: len(candidate.differing(other)))
@@ -440,14 +452,14 @@ class Search:
         """What differs from another candidate, as text."""
         settings = candidate.settings
         names = [name for name in candidate.differing(other) if name in settings]
-        return ", ".join(described(name, settings[name]) for name in names)
+        return ", ".join(describe_setting(name, settings[name]) for name in names)
 
-    def _why(self, candidate: Candidate) -> str:
+    def _explain_choice(self, candidate: Candidate) -> str:
         best = self.best
         if best is None:
             return "the fastest that fits, by the plan"
         words = self.words(candidate, best.candidate)
-        why = f"{words}: {self._gain(candidate):+.0%} expected"
+        why = f"{words}: {self._expect_gain(candidate):+.0%} expected"
         peak = self.peak(candidate)
         if peak is None or not self.room:
             return why
@@ -459,7 +471,7 @@ class Search:
         return {"settings": len(self.grid), "too_large": too_large}
 
 
-def _whole_peak(runs: SettingRuns | Trial) -> float | None:
+def _scale_peak(runs: SettingRuns | Trial) -> float | None:
     """The peak of the whole run in GiB, by what a trial measured; None if nobody can tell."""
     whole = runs.candidate.peak
     short = runs.candidate.short

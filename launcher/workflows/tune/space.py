@@ -120,7 +120,14 @@ class Space:
     fixed: dict[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        choosers = (_attention, _packing, _liger, _per_device, _checkpointing, _deepspeed)
+        choosers = (
+            _choose_attention,
+            _choose_packing,
+            _choose_liger,
+            _choose_per_device,
+            _choose_checkpointing,
+            _choose_deepspeed,
+        )
         for name, choose in zip(ORDER, choosers, strict=True):
             choice = choose(self)
             if isinstance(choice, str):
@@ -136,17 +143,21 @@ class Space:
     def settings(self) -> Iterator[dict[str, Setting]]:
         """Every combination that can be split over the devices, the file's own among them."""
         others = [lever for lever in self.levers if lever.name != "per_device"]
+        names = [lever.name for lever in others]
         for values in itertools.product(*(lever.values for lever in others)):
-            chosen = {lever.name: value for lever, value in zip(others, values, strict=True)}
-            total = self.total_rows(chosen)
-            if total == self.plan.global_batch and len(others) == len(self.levers):
-                candidates = [chosen]
-            else:
-                splits = plans.splits(total, self.plan.devices)
-                candidates = [{**chosen, "per_device": rows} for rows in splits]
-            for settings in candidates:
+            chosen = dict(zip(names, values, strict=True))
+            for settings in self._list_splits(chosen):
                 if settings == self.base or not self._packs_nothing(settings):
                     yield settings
+
+    def _list_splits(self, chosen: dict[str, Setting]) -> list[dict[str, Setting]]:
+        """The settings with each split over the devices; as they are if no split is needed."""
+        total = self.total_rows(chosen)
+        is_split = any(lever.name == "per_device" for lever in self.levers)
+        if total == self.plan.global_batch and not is_split:
+            return [chosen]
+        splits = plans.splits(total, self.plan.devices)
+        return [{**chosen, "per_device": rows} for rows in splits]
 
     def _packs_nothing(self, settings: Settings) -> bool:
         """Whether it packs one row per micro-batch: that is the setting without packing."""
@@ -161,15 +172,19 @@ class Space:
         TRL's `bfd` makes few full rows of many.
         """
         plan = self.plan
+        entry = plan.stage.entry
+        limit = plan.values.get(entry.names.max_length)
+        if entry.packing != "refilled" or not isinstance(limit, int):
+            return plan.global_batch
         was_packed = bool(plan.values.get("packing"))
         packed = bool(settings.get("packing", was_packed))
-        limit = plan.values.get(plan.stage.entry.names.max_length)
-        refilled = plan.stage.entry.packing == "refilled"
-        if not refilled or packed == was_packed or not isinstance(limit, int):
+        if packed == was_packed:
             return plan.global_batch
+        # how much of a packed row an unpacked one fills
         share = min(self.rows.mean, limit) / limit
-        rows = plan.global_batch * (share if packed else 1 / share)
-        return max(1, round(rows / plan.devices)) * plan.devices
+        factor = share if packed else 1 / share
+        rows = round(plan.global_batch * factor / plan.devices)
+        return max(1, rows) * plan.devices
 
     def changes(self, settings: Settings) -> dict[str, Any]:
         """The keys of a stage file that differ: `batch.…`, `deepspeed`, `args.…`, `expect.…`.
@@ -185,12 +200,12 @@ class Space:
             changed[lever.key] = value
             if lever.key == f"args.{_BUDGET}":
                 changed[lever.key] = 0.5 if value else 1.0
-            state = self._expectation(lever.name, value)
+            state = self._expect_of_lever(lever.name, value)
             if state is not None:
                 changed[f"expect.{lever.name}"] = state
-        return changed | self._batch(settings)
+        return changed | self._split_batch(settings)
 
-    def _expectation(self, name: str, value: Setting) -> str | None:
+    def _expect_of_lever(self, name: str, value: Setting) -> str | None:
         """What the file must expect of a lever with this value, if not what it expects."""
         expected = self.plan.stage.options.expect.get(name)
         if name == "attention":
@@ -205,8 +220,7 @@ class Space:
         on, off = SWITCHED[name]
         return on if value else off
 
-    def _batch(self, settings: Settings) -> dict[str, Any]:
-        """The split of the global batch, by the keys that the file has for it."""
+    def _split_batch(self, settings: Settings) -> dict[str, Any]:
         plan = self.plan
         per_device = int(settings.get("per_device", plan.per_device))
         total = self.total_rows(settings)
@@ -230,7 +244,7 @@ class Space:
     def overrides(self, settings: Settings) -> tuple[str, ...]:
         return tuple(f"{key}={spelt(value)}" for key, value in self.changes(settings).items())
 
-    def _stage(self, settings: Settings) -> Stage:
+    def _apply_settings(self, settings: Settings) -> Stage:
         """The stage with these settings; the file is not read again for each of hundreds."""
         stage = self.plan.stage
         changed = self.changes(settings)
@@ -254,21 +268,21 @@ class Space:
         """The plan of these settings. Raises InvalidConfig if it cannot be split."""
         if settings == self.base:
             return self.plan
-        stage = self._stage(settings)
+        stage = self._apply_settings(settings)
         return plans.make(stage, gpus=self.plan.gpus, nodes=self.plan.nodes, packages=self.packages)
 
     def grid(self) -> Iterator[Candidate]:
         """Every setting that can be planned, the file's own among them."""
         for settings in self.settings():
-            candidate = self._estimated(settings)
+            candidate = self._estimate_candidate(settings)
             if candidate is not None:
                 yield candidate
 
     def candidate(self, settings: Settings) -> Candidate:
         """One setting, whether it can be planned or not."""
-        return self._estimated(settings) or Candidate(settings=settings)
+        return self._estimate_candidate(settings) or Candidate(settings=settings)
 
-    def _estimated(self, settings: Settings) -> Candidate | None:
+    def _estimate_candidate(self, settings: Settings) -> Candidate | None:
         try:
             whole = self.footprint(settings)
         except InvalidConfig:
@@ -276,8 +290,8 @@ class Space:
         trial = replace(whole, plan=replace(whole.plan, steps=self.steps))
         return Candidate(
             settings=settings,
-            peak=_peak(whole),
-            short=_peak(trial),
+            peak=_estimate_peak(whole),
+            short=_estimate_peak(trial),
             seconds=speed.step_seconds(whole, self.card),
             tokens=whole.tokens.real,
         )
@@ -294,7 +308,7 @@ class Space:
         return {"levers": [asdict(lever) for lever in self.levers], "fixed": dict(self.fixed)}
 
 
-def _peak(setting: Footprint) -> float | None:
+def _estimate_peak(setting: Footprint) -> float | None:
     try:
         return peak.estimate(setting.setup()).peak
     except InvalidConfig:
@@ -309,7 +323,7 @@ def _trains_adapters(plan: Plan) -> bool:
     return any(plan.values.get(name) for name in ("use_lora", "use_qlora", "use_peft"))
 
 
-def _attention(space: Space) -> Choice:
+def _choose_attention(space: Space) -> Choice:
     plan = space.plan
     entry = plan.stage.entry
     has_flash = "flash-attn" in space.packages
@@ -336,7 +350,7 @@ def _attention(space: Space) -> Choice:
     )
 
 
-def _packing(space: Space) -> Choice:
+def _choose_packing(space: Space) -> Choice:
     values = space.plan.values
     entry = space.plan.stage.entry
     names = entry.names
@@ -376,7 +390,7 @@ def _keeps_tokens(space: Space, limit: int, *, packed: bool) -> bool:
     return abs(tokens / tokens_before - 1) <= _ROUNDING
 
 
-def _liger(space: Space) -> Choice:
+def _choose_liger(space: Space) -> Choice:
     plan = space.plan
     name = plan.stage.entry.names.liger
     if name is None or name not in plan.values:
@@ -391,7 +405,7 @@ def _liger(space: Space) -> Choice:
     return Lever(name="liger", key=f"args.{name}", now=now, values=_ON_OFF)
 
 
-def _per_device(space: Space) -> Choice:
+def _choose_per_device(space: Space) -> Choice:
     plan = space.plan
     if plan.stage.entry.takes_one_row(plan.values):
         return "packed, dpo.py computes one row a GPU in a step, whatever it holds"
@@ -401,7 +415,7 @@ def _per_device(space: Space) -> Choice:
     return Lever(name="per_device", now=plan.per_device, values=values)
 
 
-def _checkpointing(space: Space) -> Choice:
+def _choose_checkpointing(space: Space) -> Choice:
     plan = space.plan
     values = plan.values
     entry = plan.stage.entry
@@ -425,7 +439,7 @@ def _checkpointing(space: Space) -> Choice:
     return Lever(name="checkpointing", key=f"args.{key}", now=now, values=_ON_OFF)
 
 
-def _deepspeed(space: Space) -> Choice:
+def _choose_deepspeed(space: Space) -> Choice:
     plan = space.plan
     if not plan.gpus:
         return "DeepSpeed is left out on the CPU"
@@ -448,7 +462,7 @@ def _deepspeed(space: Space) -> Choice:
     )
 
 
-def described(name: str, value: Setting) -> str:
+def describe_setting(name: str, value: Setting) -> str:
     if name == "per_device":
         return "1 row a device" if value == 1 else f"{value} rows a device"
     if name in ("deepspeed", "attention"):
@@ -472,9 +486,9 @@ def write(
     changed = space.overrides(settings)
     tuned = load.load(source, (*requested, *changed)) if changed else stage.config
     if stage.config.shape == "stage":
-        values["extends"] = _relative(source, place)
+        values["extends"] = _make_relative(source, place)
         written = load.load(source) if requested else stage.config
-        values |= _differences(written, tuned)
+        values |= _find_differences(written, tuned)
     else:
         values |= {"stage": stage.options.stage, "backend": stage.options.backend, **tuned.options}
         # the wrapped shape's own key; elsewhere `--gpus` says it
@@ -487,7 +501,7 @@ def write(
         and "deepspeed" not in settings
     ):
         # a file beside the old stage file is not beside this one
-        values["deepspeed"] = _relative(zero, place)
+        values["deepspeed"] = _make_relative(zero, place)
     redactor = stage.config.redactor
     # a path may hold what ends a comment
     lines = [_LINE_ENDS.sub(" ", line) for line in redactor.redact(head)]
@@ -515,23 +529,23 @@ def require_own(place: Path, source: Path) -> None:
         raise usage("would-overwrite", message, "another name with -o")
 
 
-def _relative(target: Path, place: Path) -> str:
+def _make_relative(target: Path, place: Path) -> str:
     return os.path.relpath(target.resolve(), place.absolute().parent.resolve())
 
 
-def _differences(written: Config, tuned: Config) -> dict[str, Any]:
+def _find_differences(written: Config, tuned: Config) -> dict[str, Any]:
     """The keys by which a file that extends `written` comes to `tuned`."""
-    changed = _changed(written.options, tuned.options)
+    changed = _select_changed(written.options, tuned.options)
     for key in _NESTED:
         before = written.options.get(key)
         if isinstance(changed.get(key), dict) and isinstance(before, dict):
-            changed[key] = _changed(before, changed[key])
-    args = _changed(written.args, tuned.args)
+            changed[key] = _select_changed(before, changed[key])
+    args = _select_changed(written.args, tuned.args)
     if args:
         changed["args"] = args
     return changed
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _select_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     missing = object()
     return {key: value for key, value in after.items() if before.get(key, missing) != value}

@@ -64,7 +64,7 @@ class Tuning:
     def plan(self) -> Plan:
         return self.space.plan
 
-    def take_up(self, record: Mapping[str, Any]) -> None:
+    def restore(self, record: Mapping[str, Any]) -> None:
         """Learn again what an earlier start measured; nothing if the record is damaged.
 
         A trial that could not start, or that a smaller budget ended, is run again.
@@ -73,23 +73,34 @@ class Tuning:
             has_more_time = self.budget_s > record.get("budget_s", 0)
             for data in record.get("trials") or ():
                 sample = Sample.from_json(data["sample"])
-                if sample.cause == "refused" or (sample.cause == "timeout" and has_more_time):
+                if sample.cause == "refused":
                     continue
-                candidate = self.space.candidate({**self.space.base, **data["settings"]})
+                if sample.cause == "timeout" and has_more_time:
+                    continue
+                settings = {**self.space.base, **data["settings"]}
+                candidate = self.space.candidate(settings)
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
                 self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
             self.search = Search(self.space, self.search.grid.values())
 
     def learn(self, candidate: Candidate, sample: Sample) -> Trial:
-        passed = [run for run in self.search.runs if run.ok]
-        runs = [run.sample for run in passed if run.candidate.key == candidate.key]
+        samples = [*self._list_samples(candidate), sample]
         # losses are compared with those of the file, or of the first setting that was measured
         reference = []
-        if passed and passed[0].candidate.key != candidate.key:
-            first = passed[0].candidate.key
-            reference = [run.sample for run in passed if run.candidate.key == first]
-        return self.search.learn(judge_candidate(candidate, [*runs, sample], reference))
+        measured = [run.candidate for run in self.search.runs if run.ok]
+        if measured and measured[0].key != candidate.key:
+            reference = self._list_samples(measured[0])
+        trial = judge_candidate(candidate, samples, reference)
+        return self.search.learn(trial)
+
+    def _list_samples(self, candidate: Candidate) -> list[Sample]:
+        """The samples of the trials of a setting that ran to their end."""
+        samples = []
+        for run in self.search.runs:
+            if run.ok and run.candidate.key == candidate.key:
+                samples.append(run.sample)
+        return samples
 
     @property
     def used(self) -> float:
@@ -156,14 +167,14 @@ class Tuning:
             "shape": self.space.shape.source,
             **self.space.as_json(),
             "grid": self.search.summary(),
-            "trials": [self._trial_json(run) for run in self.search.runs],
-            "best": None if best is None else self._best_json(best),
+            "trials": [self._render_trial(run) for run in self.search.runs],
+            "best": None if best is None else self._render_best(best),
             "proposal": None if self.place is None else str(self.place),
             "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
             "folder": str(self.folder),
         }
 
-    def _trial_json(self, trial: Trial) -> dict[str, Any]:
+    def _render_trial(self, trial: Trial) -> dict[str, Any]:
         candidate = trial.candidate
         return {
             "name": trial.sample.variant,
@@ -185,7 +196,7 @@ class Tuning:
             "sample": trial.sample.as_json(),
         }
 
-    def _best_json(self, best: SettingRuns) -> dict[str, Any]:
+    def _render_best(self, best: SettingRuns) -> dict[str, Any]:
         row = self.row(best)
         first = self.search.first
         as_written = None
@@ -237,12 +248,12 @@ def prepare_tuning(
     if output is not None:
         space.require_own(output, request.config)
     resolved = collect.collect(require_gpu(request, cpu=cpu), Scope.START)
-    card = _smallest_card(resolved)
+    card = _find_smallest_card(resolved)
     packages = resolved.trainer.packages
     plan = check.require(resolved, output=Path("model"))
     rows = forecast.row_lengths(plan, packages, forecast.ForecastOptions(row_tokens=row_tokens))
     shape = footprint.shape_of(plan)
-    attention = _attention(plan, packages)
+    attention = _resolve_attention(plan, packages)
     levers = Space(
         plan=plan,
         packages=packages,
@@ -265,7 +276,7 @@ def prepare_tuning(
     )
 
 
-def _smallest_card(resolved: Facts) -> Card:
+def _find_smallest_card(resolved: Facts) -> Card:
     """The card with the least memory among those that trials get, even if they are in use now.
 
     A killed command's trial may use them; `opened` ends it and looks again.
@@ -273,7 +284,7 @@ def _smallest_card(resolved: Facts) -> Card:
     if not resolved.gpus:
         return CPU
     look = resolved.look or devices.survey_devices(os.environ)
-    chosen = _choose(replace(resolved, look=replace(look, uses={})))
+    chosen = _choose_gpus(replace(resolved, look=replace(look, uses={})))
     slots = chosen.slots if chosen else ()
     if not slots:
         return CPU
@@ -281,8 +292,8 @@ def _smallest_card(resolved: Facts) -> Card:
     return card_of(slots[0].gpu.name, min(memory, default=None))
 
 
-def _attention(plan: Plan, packages: Mapping[str, str]) -> str:
-    """What the file's own attention comes to on this machine."""
+def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
+    """The attention that the file as written uses on this machine."""
     takes_best = plan.values.get("attn_implementation") is None and plan.stage.entry.best_attention
     if not plan.gpus or (takes_best and "flash-attn" not in packages):
         return "sdpa"
@@ -299,12 +310,13 @@ def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     name = tuning.request.config.stem
     series = experiment.Campaign(kind="tune", key=tuning.key, name=name, root=root)
     with series.opened(fresh=fresh) as tuning.folder:
-        _choose(tuning.resolved.look_again())
-        tuning.take_up(rundir.read_json(tuning.folder / FILE))
+        _choose_gpus(tuning.resolved.look_again())
+        record = rundir.read_json(tuning.folder / FILE)
+        tuning.restore(record)
         yield tuning
 
 
-def _choose(resolved: Facts) -> devices.Devices | None:
+def _choose_gpus(resolved: Facts) -> devices.Devices | None:
     """The GPUs that a trial would get, None on the CPU. Raises NotReady if it cannot get them."""
     if not resolved.gpus:
         return None
@@ -320,7 +332,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None]) -> Exit:
     The record is written after each. An interrupt ends the search, any other failure its trial.
     """
     tuning.write()
-    for line in _beginning(tuning):
+    for line in _describe_search(tuning):
         show(line)
     before = len(tuning.search.runs)
     with experiment.interruptible() as stop:
@@ -335,7 +347,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None]) -> Exit:
     tuning.state = "finished"
     best = tuning.chosen
     if best is not None:
-        _propose(tuning, best)
+        _write_proposal(tuning, best)
     tuning.write()
     if tuning.place:
         return Exit.OK
@@ -345,9 +357,9 @@ def run(tuning: Tuning, *, show: Callable[[str], None]) -> Exit:
     return Exit.TRAINING
 
 
-def _propose(tuning: Tuning, best: SettingRuns) -> None:
+def _write_proposal(tuning: Tuning, best: SettingRuns) -> None:
     place = tuning.output or tuning.folder / "tuned.yaml"
-    head = _head(tuning, best, place)
+    head = _render_head(tuning, best, place)
     settings = best.candidate.settings
     try:
         space.write(place, tuning.space, settings, head=head, requested=tuning.request.overrides)
@@ -370,13 +382,13 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         if candidate is None:
             return
         show(f"trial {len(search.runs) + 1}: {candidate.why}")
-        trial = _try(tuning, candidate, left)
+        trial = _try_candidate(tuning, candidate, left)
         speed = f"{trial.speed:,.0f} tokens/s per GPU, " if trial.speed else ""
         show(f"  {speed}{trial.learned} ({trial.sample.seconds:.0f} s)")
         tuning.write()
 
 
-def _try(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Trial:
+def _try_candidate(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Trial:
     search = tuning.search
     start = time.monotonic()
     earlier = search.runs_of(candidate)
@@ -395,7 +407,7 @@ def _try(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Trial:
     )
     if sample.cause == "refused":
         # GPUs that another process took say nothing of the setting
-        _choose(tuning.resolved.look_again())
+        _choose_gpus(tuning.resolved.look_again())
     unproved = tuple(point for point in sample.unproved if point in _POINTS)
     # preparing it counts too
     seconds = max(sample.seconds, time.monotonic() - start)
@@ -441,10 +453,10 @@ def judge_candidate(
     )
 
 
-def _beginning(tuning: Tuning) -> list[str]:
+def _describe_search(tuning: Tuning) -> list[str]:
     levers = []
     for lever in tuning.space.levers:
-        levers.append(f"{lever.name} ({', '.join(map(_value, lever.values))})")
+        levers.append(f"{lever.name} ({', '.join(map(_format_value, lever.values))})")
     counts = tuning.search.summary()
     card = tuning.space.card
     room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
@@ -470,11 +482,11 @@ def ending(tuning: Tuning) -> list[str]:
         return [f"nothing to propose: {tuning.search.stopped}", record]
     command = "not written; the same command with another -o does no trial twice"
     if tuning.place:
-        command = _command(tuning, tuning.place)
-    return [*_summary(tuning, best), record, f"tuned: {command}"]
+        command = _format_command(tuning, tuning.place)
+    return [*_summarize_best(tuning, best), record, f"tuned: {command}"]
 
 
-def _head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
+def _render_head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     on = "the CPU"
     if tuning.plan.gpus:
         on = f"{tuning.plan.gpus} x {tuning.space.card.name or 'GPU'}"
@@ -482,14 +494,14 @@ def _head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     count = len(tuning.search.runs)
     return [
         f"{name} on {on}, {count} trials of {tuning.space.steps} steps.",
-        f"  {_command(tuning, place)}",
-        *_summary(tuning, best),
+        f"  {_format_command(tuning, place)}",
+        *_summarize_best(tuning, best),
         f"Every trial: {tuning.folder / FILE}",
     ]
 
 
-def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
-    """The figures of the best setting, and its changes, each with what it was."""
+def _summarize_best(tuning: Tuning, best: SettingRuns) -> list[str]:
+    """A line of figures, then a line for each change with its old value."""
     row = tuning.row(best)
     first = tuning.search.first
     loss = tuning.loss_change(best)
@@ -506,19 +518,19 @@ def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
     base = tuning.search.base
     changes = []
     for name in best.candidate.differing(base):
-        words = space.described(name, best.candidate.settings[name])
-        changes.append(f"{words} (was {_value(base.settings.get(name, 'as it is'))})")
+        words = space.describe_setting(name, best.candidate.settings[name])
+        changes.append(f"{words} (was {_format_value(base.settings.get(name, 'as it is'))})")
     if not changes:
         changes = ["nothing that was tried is faster than the file as it is written"]
     return [f"{figures}.", *changes]
 
 
-def _command(tuning: Tuning, place: Path) -> str:
+def _format_command(tuning: Tuning, place: Path) -> str:
     stage = tuning.plan.stage.options.stage
     return f"launch {stage} {shlex.quote(str(place))} --gpus {tuning.plan.gpus}"
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)

@@ -95,31 +95,35 @@ class FirstRows:
 
         taken = []
         for split, start, stop in part.pieces:
-            stream = call_trainer(self.load, **{**call, "split": split, "streaming": True})
+            arguments = {**call, "split": split, "streaming": True}
+            stream = call_trainer(self.load, **arguments)
+            length = stop - start
             # a stream cannot be sliced, but its rows can be skipped
-            taken.append(self.take_piece(stream.skip(start).take(stop - start), stop - start, part))
+            piece = stream.skip(start).take(length)
+            taken.append(self.take_piece(piece, length, part))
         filled = [rows for rows in taken if len(rows)]
-        return self.take_part(datasets.concatenate_datasets(filled or taken), part)
+        joined = datasets.concatenate_datasets(filled or taken)
+        return self.take_part(joined, part)
 
     def take_piece(self, stream: Any, length: int, part: MixturePart) -> Any:
-        return first_rows(stream, self.request.rows)
+        return take_first_rows(stream, self.request.rows)
 
     def take_part(self, rows: Any, part: MixturePart) -> Any:
-        return self.with_further(rows, part.key, part.rows)
+        return self.add_further(rows, part.key, part.rows)
 
     def take(self, rows: Any, name: str) -> Any:
         """Rows of the split that is trained on."""
         total, _ = self.request.sizes.get(name, (None, None))
         if hasattr(rows, "__len__"):
             total = len(rows)
-        return self.with_further(rows, name, total)
+        return self.add_further(rows, name, total)
 
     def take_other(self, rows: Any) -> Any:
         """Rows of another split."""
-        return first_rows(rows, self.request.rows)
+        return take_first_rows(rows, self.request.rows)
 
-    def with_further(self, rows: Any, name: str, total: int | None) -> Any:
-        first = first_rows(rows, self.request.rows)
+    def add_further(self, rows: Any, name: str, total: int | None) -> Any:
+        first = take_first_rows(rows, self.request.rows)
         whole = append(first, self.request.further.get(name, []))
         counts = self.response.rows
         counts.read += len(first)
@@ -135,11 +139,11 @@ class FirstRows:
         import datasets
 
         self.response.notes.append(("data", name))
-        rows = datasets.Dataset.from_list(made_up(self.request.rows, pairs=self.request.pairs))
+        rows = datasets.Dataset.from_list(make_up_rows(self.request.rows, pairs=self.request.pairs))
         return rows if split else AnySplit(train=rows, test=rows)
 
 
-def first_rows(rows: Any, count: int) -> Any:
+def take_first_rows(rows: Any, count: int) -> Any:
     """The first rows of a data set or a stream, as a data set."""
     import datasets
 
@@ -149,7 +153,7 @@ def first_rows(rows: Any, count: int) -> Any:
     return datasets.Dataset.from_list(taken, features=None if taken else rows.features)
 
 
-def made_up(count: int, *, pairs: bool) -> list[Any]:
+def make_up_rows(count: int, *, pairs: bool) -> list[Any]:
     """Conversations as the hub's sets hold them: messages for SFT, pairs for DPO."""
     rows = []
     for number in range(count):

@@ -188,14 +188,18 @@ class PreparedSet:
         return [row]
 
     def describe(self, row: ShownRow, whole: list[Strand], kept: list[Strand]) -> None:
-        row.tokens = sum(len(strand.ids) for strand in kept)
+        row.tokens = count_tokens(kept)
         row.trained = sum(sum(strand.trained) for strand in kept)
-        row.cut = sum(len(strand.ids) for strand in whole) - row.tokens
+        row.cut = count_tokens(whole) - row.tokens
         renderer = Renderer(self.tokenizer)
         if len(whole) == 2:
             row.sections, row.difference = renderer.pair(whole, kept)
         else:
             row.sections = renderer.one_sequence(whole[0], kept[0])
+
+
+def count_tokens(strands: list[Strand]) -> int:
+    return sum(len(strand.ids) for strand in strands)
 
 
 def longest(strands: list[Strand]) -> int:

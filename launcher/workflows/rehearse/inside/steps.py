@@ -73,7 +73,7 @@ def require_moved(before: dict[str, Any], after: dict[str, Any]) -> None:
     largest = 0.0
     start = 1.0
     for name in before.keys() & after.keys():
-        old, new = comparable(before[name].detach(), after[name].detach())
+        old, new = make_comparable(before[name].detach(), after[name].detach())
         if not new.numel():
             continue
         is_compared = True
@@ -93,7 +93,7 @@ def require_moved(before: dict[str, Any], after: dict[str, Any]) -> None:
         raise Refused(f"{STEPS} steps make weights {how}, from at most {start:.0e}")
 
 
-def comparable(old: Any, new: Any) -> tuple[Any, Any]:
+def make_comparable(old: Any, new: Any) -> tuple[Any, Any]:
     """Two states of a tensor, in float32 and of one shape.
 
     What is trained in 16 bits began at the rounded weights. An embedding that was made larger for

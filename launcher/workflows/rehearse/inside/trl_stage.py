@@ -77,7 +77,11 @@ def watch(kind: Any, request: ServerRequest, response: ServerResponse) -> None:
 
     def train_two_steps(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         limit = getattr(trainer.args, "max_length", None)
-        response.rows.dropped = [entry for entry in rows.DROPPING if "train" in entry.what]
+        dropped = []
+        for entry in rows.DROPPING:
+            if "train" in entry.what:
+                dropped.append(entry)
+        response.rows.dropped = dropped
         rows.describe(trainer.train_dataset, limit, request.special, response.rows)
         trainer.train_dataset = rows.shorten(trainer.train_dataset)
         if trainer.eval_dataset is not None:

@@ -298,14 +298,17 @@ class Footprint:
         machine.
         """
         shared = max(1, int(self.values.get(self.entry.names.shared) or 1))
-        width = -(-self._limit // shared)
+        width = math.ceil(self._limit / shared)
         batch = MicroBatch(rows=rows, width=width, real=rows * width)
-        shards = max(1, self.plan.processes // self.plan.nodes // shared)
-        fused = self.values.get("loss_implementation") == "fused_linear"
+        per_machine = self.plan.processes // self.plan.nodes
+        shards = max(1, per_machine // shared)
         setup = self._set_up_fsdp(batch, accumulation, shards)
+        loss = "full"
+        if self.values.get("loss_implementation") == "fused_linear":
+            loss = "liger"
         # SkipStepAdamW has three lists as large as the gradients at once
         # (olmo_core_finetune.py::main[optim=optim.SkipStepAdamWConfig])
-        return replace(setup, loss="liger" if fused else "full", step_copies=3)
+        return replace(setup, loss=loss, step_copies=3)
 
     def _set_up_pairs(self, per_device: int, accumulation: int) -> Setup:
         """dpo.py: no mask, and packed rows that are as long as they may be, however full."""

@@ -206,18 +206,30 @@ def collect(request: Request, scope: Scope, *, loaded: Config | None = None) -> 
 
 def of_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
     """`collect` of a stage file that was read already."""
-    needs_look = scope is Scope.START
-    if scope is Scope.PLAN and judged.options is not None:
-        # eight GPUs can take ten seconds to answer: they are asked only if their number counts
-        is_open = judged.options.gpus is None and _read_named_devices(file.request)[1] is None
-        needs_look = is_open and BACKENDS[judged.options.backend].ONE_GPU
-    look = devices.survey_devices(os.environ) if needs_look else None
-    default_gpus = None if look is None else min(1, len(look.visible))
+    look = None
+    default_gpus = None
+    if _needs_gpus(file.request, judged, scope):
+        look = devices.survey_devices(os.environ)
+        default_gpus = min(1, len(look.visible))
     if scope in (Scope.FILE, Scope.PLAN):
         return _collect_facts(file, judged, None, default_gpus=default_gpus)
     machine = Machine(cpus=os.cpu_count())
     facts = _collect_facts(file, judged, machine, default_gpus=default_gpus)
     return replace(facts, look=look, packages=file.trainer.packages)
+
+
+def _needs_gpus(request: Request, judged: stages.Judged, scope: Scope) -> bool:
+    """Whether the GPUs must be surveyed: a plan needs it only if their number decides.
+
+    Eight GPUs can take ten seconds to answer.
+    """
+    if scope is Scope.START:
+        return True
+    options = judged.options
+    if scope is not Scope.PLAN or options is None or options.gpus is not None:
+        return False
+    _, count = _read_named_devices(request)
+    return count is None and BACKENDS[options.backend].ONE_GPU
 
 
 def _collect_facts(

@@ -327,12 +327,23 @@ class Estimate:
         """`why`: with every allocation of memory; on the CPU none is planned."""
         saved = self.saved
         sizes = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
-        unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
+        memory = None
+        allocations = None
+        if self.memory is not None:
+            memory = self.memory.as_json()
+            if self.static:
+                memory |= {"activations": None, "logits": None}
+            if why:
+                allocations = self.memory.why()
+        fit = None
+        if self.terms.fit and self.best is not None:
+            fit = self.best.as_json()
+        planned = asdict(self.plan.record) | {"rows": self.rows}
         return PlanRecord(
-            **{**asdict(self.plan.record), "rows": self.rows},
+            **planned,
             tokens_per_step=None if self.static else round(self.tokens.real),
             padding_share=None if self.static else round(self.tokens.waste, 3),
-            memory_gib=None if self.memory is None else self.memory.as_json() | unknown,
+            memory_gib=memory,
             fits=None if self.spare is None else self.spare >= 0,
             spare_gib=_round_value(self.spare),
             tokens_per_second=_round_value(self.speed.tokens, None),
@@ -341,8 +352,8 @@ class Estimate:
             cost=_round_value(self.bill.cost),
             disk_gib={name: round(size / GIB, 2) for name, size in sizes.items()},
             interruption=self.interruption.as_json(),
-            fit=self.best.as_json() if self.best is not None and self.terms.fit else None,
-            why=self.memory.why() if self.memory is not None and why else None,
+            fit=fit,
+            why=allocations,
         )
 
     def row(self) -> dict[str, str | None]:

@@ -111,8 +111,11 @@ class OutputPlace:
                     names.add(name)
         for attempt in range(1, self.attempt):
             record = inventory.read_inventory(self.run, attempt)
-            for path in record.written or () if record is not None else ():
-                names.add(path.partition("/")[0])
+            if record is None:
+                continue
+            for path in record.written or ():
+                first, _, _ = path.partition("/")
+                names.add(first)
         return names
 
 

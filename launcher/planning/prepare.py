@@ -282,15 +282,18 @@ class StartPlan:
 
     def _complete_plan(self, decision: resume.Decision) -> Plan:
         """The plan with the values of the output, the caches and the resume."""
+        plan = self.plan
+        stage = plan.stage
         last = {**keys.derived(self.caches), **decision.derived}
-        output = self.plan.stage.entry.names.output
-        if output not in self.plan.stage.args:
+        output = stage.entry.names.output
+        if output not in stage.args:
             value = str(self.target.folder.path / "model")
-            last[output] = replace(self.plan.derived[output], value=value)
-        findings = list(decision.findings)
+            last[output] = replace(plan.derived[output], value=value)
+        findings: list[Finding] = []
         if self.facts.machine is not None:
-            findings = [*keys.findings(self.plan, self.caches), *findings]
-        return plans.completed(self.plan, last, findings)
+            findings += keys.findings(plan, self.caches)
+        findings += decision.findings
+        return plans.completed(plan, last, findings)
 
     def _find_foreign_files(self, plan: Plan) -> tuple[Finding, ...]:
         """Files in the output folder that launch did not make."""

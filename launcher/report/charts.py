@@ -72,10 +72,13 @@ class Panel:
         for label, columns in self.lines.items():
             if any(_find_first_column(run, columns) for run in runs):
                 lines[label] = columns
-        first, *others = self.lines
-        if others and list(lines) == [first]:
-            lines = {"": self.lines[first]}
-        return replace(self, lines=lines or self.lines)
+        if not lines:
+            return self
+        first = next(iter(self.lines))
+        is_first_alone = list(lines) == [first]
+        if is_first_alone and len(self.lines) > 1:
+            lines = {"": lines[first]}
+        return replace(self, lines=lines)
 
     def drawn_columns(self, runs: Iterable[Run]) -> set[str]:
         drawn: set[str] = set()

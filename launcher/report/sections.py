@@ -94,16 +94,17 @@ def verdicts(entries: Sequence[PageRun]) -> Html:
 
 
 def _render_points_matrix(entries: Sequence[PageRun]) -> Html:
+    """A row for each point, a column for each run."""
     rows: dict[str, list[object]] = {}
     dashes = ["–"] * len(entries)
-    head: list[object] = ["point"]
     for column, entry in enumerate(entries, start=1):
-        head.append(entry.mark)
-        for point in summary.points(entry.run.verdict):
+        run = entry.run
+        for point in summary.points(run.verdict):
             name = str(point.get("name"))
             row = rows.setdefault(name, [name, *dashes])
-            row[column] = _render_ok(point, entry.run, point.get("state"))
-    return table(head, rows.values())
+            row[column] = _render_ok(point, run, point.get("state"))
+    marks = [entry.mark for entry in entries]
+    return table(["point", *marks], rows.values())
 
 
 def _render_points_table(entry: PageRun) -> Html:

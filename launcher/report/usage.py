@@ -74,14 +74,15 @@ def _build_charts(samples: Sequence[UsageSample]) -> list[UsageChart]:
         return []
     totals = [sample.memory_total_gib or 0.0 for sample in samples]
     memory_top = max(totals) or None
+    gpu_busy = _build_gpu_lines(samples, lambda gpu: _to_percent(gpu.busy))
+    gpu_memory = _build_gpu_lines(samples, lambda gpu: gpu.memory_gib)
+    gpu_power = _build_gpu_lines(samples, lambda gpu: gpu.power_w)
     cpu = _build_host_line(samples, lambda sample: _to_percent(sample.cpu))
     memory = _build_host_line(samples, lambda sample: sample.memory_gib)
     charts = [
-        UsageChart(
-            "GPU busy", "%", _build_gpu_lines(samples, lambda gpu: _to_percent(gpu.busy)), 100.0
-        ),
-        UsageChart("GPU memory", "GiB", _build_gpu_lines(samples, lambda gpu: gpu.memory_gib)),
-        UsageChart("GPU power", "W", _build_gpu_lines(samples, lambda gpu: gpu.power_w)),
+        UsageChart("GPU busy", "%", gpu_busy, 100.0),
+        UsageChart("GPU memory", "GiB", gpu_memory),
+        UsageChart("GPU power", "W", gpu_power),
         UsageChart("processor busy", "%", cpu, 100.0),
         UsageChart("host memory", "GiB", memory, memory_top),
     ]

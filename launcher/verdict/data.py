@@ -1,7 +1,8 @@
 """The point `data`: whether rows and steps are as planned, and can train what was meant."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from launcher.config.keys import PAIRED
@@ -306,19 +307,26 @@ _ODD_ROWS = (
 
 def _doubt_first_rows(evidence: Evidence) -> Iterator[Doubt]:
     events = evidence.last_events("data")
-    counts: dict[str, int] = {}
+    counts = _count_first_rows(events)
+    for odd in _ODD_ROWS:
+        count = counts[odd.name]
+        total = counts[odd.of]
+        if total < LEAST_ROWS or count <= odd.share * total:
+            continue
+        rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
+        reason = f"{_format_share(count, total)} {rows} that were read {odd.text}"
+        yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
+
+
+def _count_first_rows(events: Iterable[Event]) -> Counter[str]:
+    """What all ranks counted in the first rows that they read."""
+    counts = Counter[str]()
     for event in events:
         for name, value in as_mapping(event.fields.get("first")).items():
             if isinstance(value, int):
-                counts[name] = counts.get(name, 0) + value
-    counts["whole_rows"] = counts.get("ended", 0) + counts.get("endless", 0)
-    for odd in _ODD_ROWS:
-        count = counts.get(odd.name, 0)
-        total = counts.get(odd.of, 0)
-        if total >= LEAST_ROWS and count > odd.share * total:
-            rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
-            reason = f"{_format_share(count, total)} {rows} that were read {odd.text}"
-            yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
+                counts[name] += value
+    counts["whole_rows"] = counts["ended"] + counts["endless"]
+    return counts
 
 
 # -- DPO's reference, and what it shows at the first step

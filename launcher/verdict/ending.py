@@ -197,7 +197,9 @@ def final_signals(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
     show a training counts only if the failure is at its end.
     """
     log = evidence.log
-    if log is None or (not _is_training(evidence, log) and not _ends_with_failure(log)):
+    if log is None:
+        return ()
+    if not _is_training(evidence, log) and not _ends_with_failure(log):
         return ()
     last_work = _find_end_of_previous_run(log)
     if len(log.steps) > 1:

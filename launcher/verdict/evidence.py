@@ -471,9 +471,11 @@ def _build_step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> l
 
 
 def _build_recorded_row(number: int, ranks: Sequence[ProbeStep]) -> Row:
-    row = Row(step=number, finite=all(step.finite for step in ranks))
+    """The row of one step, of which every rank has a record."""
+    is_finite = all(step.finite for step in ranks)
+    row = Row(step=number, finite=is_finite)
     losses = [step.loss for step in ranks if step.loss is not None]
-    if row["finite"] and losses:
+    if is_finite and losses:
         row["loss"] = math.fsum(losses) / len(losses)
     for key in MEASURED:
         values = [getattr(step, key) for step in ranks]

@@ -143,8 +143,9 @@ def _find_attempts_in_weights(attempts: Sequence[Evidence]) -> Iterator[_Earlier
         attempt_evidence = attempts[number - 1]
         steps = [row["step"] for row in attempt_evidence.rows]
         kept = [int(step) for step in steps if step < next_start]
-        if kept and number < len(attempts):
-            yield _EarlierAttempt(number, attempt_evidence, kept[0], kept[-1])
+        is_last = number == len(attempts)
+        if kept and not is_last:
+            yield _EarlierAttempt(number, attempt_evidence, first=kept[0], last=kept[-1])
         next_start = min([next_start, *steps])
 
 
@@ -309,12 +310,15 @@ def _add_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence:
     if probe is None or probe.last_step is not None or not last.events("resumed"):
         return last
     trained: Mapping[int, evidence.RankRecord] = {}
-    for attempt_evidence in earlier:
-        if attempt_evidence.probe is not None and attempt_evidence.probe.last_step is not None:
-            trained = attempt_evidence.probe.ranks
+    for earlier_evidence in earlier:
+        records = earlier_evidence.probe
+        if records is not None and records.last_step is not None:
+            trained = records.ranks
     ranks = dict(probe.ranks)
     for rank in ranks.keys() & trained.keys():
+        before = trained[rank]
+        record = ranks[rank]
         # one file holds both, and the lines of the later attempt are the higher ones
-        events = trained[rank].events + ranks[rank].events
-        ranks[rank] = replace(ranks[rank], events=events, steps=trained[rank].steps)
+        events = before.events + record.events
+        ranks[rank] = replace(record, events=events, steps=before.steps)
     return replace(last, probe=ProbeRecords(ranks=ranks))

@@ -7,6 +7,8 @@ The form of the formulas is that of "Reducing Activation Recomputation in Large 
 and the three products of a gated MLP.
 """
 
+import math
+
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
@@ -136,7 +138,8 @@ def _count_attention_bytes(setup: Setup) -> float:
     # k and v are repeated for every query head; the mask is made additive in every layer
     if shape.kv_heads != shape.heads:
         plain = 4 * (2 * shape.query + shape.heads)
-    mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
+    padded_width = 8 * math.ceil(batch.width / 8)
+    mask = HALF * batch.rows * batch.width * padded_width
     return plain * batch.tokens + mask
 
 

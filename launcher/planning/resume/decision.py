@@ -232,10 +232,17 @@ class ResumeJudge:
             raise usage("unknown-change", message + ", ".join(unknown), help)
         if self.plan.values.get("cache_dataset_only") is True:
             return Decision()
-        decision = self._decide_resume() if self.history else self._decide_first_start()
-        findings = tuple(map(self.plan.stage.config.placed, self.findings))
-        allowed = tuple(self.allowed)
-        return replace(decision, findings=findings, allowed=allowed, requested=self.named)
+        if self.history:
+            decision = self._decide_resume()
+        else:
+            decision = self._decide_first_start()
+        place = self.plan.stage.config.placed
+        return replace(
+            decision,
+            findings=tuple(map(place, self.findings)),
+            allowed=tuple(self.allowed),
+            requested=self.named,
+        )
 
     @property
     def entry(self) -> Entry:

@@ -268,11 +268,15 @@ class LogSurvey:
         """The first and the last segments that match, and the first ones after each of `steps`."""
         forward = self._walk(index, needle, self.start)
         is_complete, places = self._take_matching(forward, regex)
+        further = []
         if not is_complete:
-            for step in steps:
-                places += self._take_matching(self._walk(index, needle, step), regex)[1]
-            places += self._take_matching(self._walk_back(index, needle), regex)[1]
-        return list({place.start: place for place in places}.values())
+            further = [self._walk(index, needle, step) for step in steps]
+            further.append(self._walk_back(index, needle))
+        for walk in further:
+            _, matching = self._take_matching(walk, regex)
+            places += matching
+        unique = {place.start: place for place in places}
+        return list(unique.values())
 
     def _take_matching(
         self, walk: Iterable[_Place], regex: re.Pattern[bytes] | None

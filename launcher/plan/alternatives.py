@@ -35,7 +35,7 @@ def find_alternatives(
         fitting: list[tuple[str, float]] = []
         for chosen in itertools.combinations(groups, size):
             for changes in itertools.product(*chosen):
-                peak = _peak_with(footprint, changes, peak_of)
+                peak = _compute_peak(footprint, changes, peak_of)
                 if peak <= usable:
                     fitting.append((" with ".join(change.words for change in changes), peak))
                     break
@@ -44,7 +44,7 @@ def find_alternatives(
     return []
 
 
-def _peak_with(
+def _compute_peak(
     footprint: Footprint, changes: Iterable[Alternative], peak_of: Callable[[Footprint], float]
 ) -> float:
     """GiB with these changes; infinite where the batch cannot be split so, or it would crash."""
@@ -52,13 +52,13 @@ def _peak_with(
     for change in changes:
         values.update(change.values)
     try:
-        changed = _changed(footprint, values)
+        changed = _change_footprint(footprint, values)
         return math.inf if changed is None else peak_of(changed)
     except InvalidConfig:
         return math.inf
 
 
-def _changed(footprint: Footprint, changes: dict[str, Any]) -> Footprint | None:
+def _change_footprint(footprint: Footprint, changes: dict[str, Any]) -> Footprint | None:
     plan = footprint.plan
     stage = plan.stage
     split = {
@@ -89,7 +89,7 @@ def _loses_weights(footprint: Footprint) -> bool:
     return footprint.zero is not None and footprint.zero.stage == 3
 
 
-def _smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
+def _suggest_smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
     plan = footprint.plan
     entry = footprint.entry
     if entry.takes_one_row(plan.values):
@@ -123,7 +123,7 @@ def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str
     return {name: False}, words
 
 
-def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
+def _suggest_recomputing(footprint: Footprint) -> Iterator[Alternative]:
     values = footprint.values
     entry = footprint.entry
     budget = "activation_memory_budget"
@@ -147,7 +147,7 @@ def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
         yield Alternative(f"`{budget}: 0.5`", {budget: 0.5})
 
 
-def _kernels(footprint: Footprint) -> Iterator[Alternative]:
+def _suggest_kernels(footprint: Footprint) -> Iterator[Alternative]:
     name = footprint.entry.names.liger
     if name is None or name not in footprint.values or footprint.shape.family not in LIGER_MODELS:
         return
@@ -155,7 +155,7 @@ def _kernels(footprint: Footprint) -> Iterator[Alternative]:
         yield Alternative(f"`{name}: true`", {name: True})
 
 
-def _zero_stages(footprint: Footprint) -> Iterator[Alternative]:
+def _suggest_zero_stages(footprint: Footprint) -> Iterator[Alternative]:
     zero = footprint.zero
     if footprint.entry.sharding != "deepspeed" or (zero is not None and zero.offload_params):
         return
@@ -171,7 +171,7 @@ def _zero_stages(footprint: Footprint) -> Iterator[Alternative]:
         yield Alternative(f"`deepspeed: {name}`", {"deepspeed": name})
 
 
-def _more_gpus(footprint: Footprint) -> Iterator[Alternative]:
+def _suggest_more_gpus(footprint: Footprint) -> Iterator[Alternative]:
     plan = footprint.plan
     for gpus in (2, 4, 8):
         if gpus > plan.gpus and plan.nodes == 1:
@@ -181,4 +181,10 @@ def _more_gpus(footprint: Footprint) -> Iterator[Alternative]:
             yield Alternative(f"`--nodes {nodes}`", {"nodes": nodes})
 
 
-_GROUPS = (_smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus)
+_GROUPS = (
+    _suggest_smaller_batches,
+    _suggest_recomputing,
+    _suggest_kernels,
+    _suggest_zero_stages,
+    _suggest_more_gpus,
+)

@@ -55,7 +55,7 @@ def hide_secrets(
     env: dict[str, str] = {}
     exposed: list[str] = []
     for name, original in arguments.items():
-        secret = _secret_places(name, original, shown[name], plan)
+        secret = _find_secret_places(name, original, shown[name], plan)
         if not secret:
             continue
         if name == "hub_token" and environ.get(HUB, original[0]) == original[0]:
@@ -81,7 +81,9 @@ def hide_secrets(
     return TrainerArguments(words, env, variables, tuple(exposed))
 
 
-def _secret_places(name: str, words: Sequence[str], shown: Sequence[str], plan: Plan) -> list[int]:
+def _find_secret_places(
+    name: str, words: Sequence[str], shown: Sequence[str], plan: Plan
+) -> list[int]:
     """Which words are redacted, or took a secret from the environment."""
     secret = {index for index, word in enumerate(words) if word != shown[index]}
     config = plan.stage.config
@@ -116,11 +118,11 @@ def build(
     no flag can carry go into a file of the `attempt` there.
     """
     entry = plan.stage.entry
-    root = plan.stage.upstream.root or _expected_root(plan, trainer)
+    root = plan.stage.upstream.root or _find_expected_root(plan, trainer)
     script = root / entry.script
     watched = plan.stage.options.probe is not None
     module, options = LAUNCHERS[entry.launcher]
-    argv = [str(trainer.python), *_module(module, plan, trainer), *options(plan)]
+    argv = [str(trainer.python), *_build_module_words(module, plan, trainer), *options(plan)]
     argv.append(str(PROBE if watched else script))
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
     files: dict[str, str] = {}
@@ -131,14 +133,14 @@ def build(
         argv += [CONFIG, config]
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
-    env = _environment(plan, root, script, folder, environ)
+    env = _build_environment(plan, root, script, folder, environ)
     env.update({**(caches or {}), **(devices or {}), **arguments.env})
     return Command(
         argv=tuple(argv), cwd=Path.cwd(), env=env, variables=arguments.variables, files=files
     )
 
 
-def _expected_root(plan: Plan, trainer: Trainer) -> Path:
+def _find_expected_root(plan: Plan, trainer: Trainer) -> Path:
     """Where the source would be: only a dry run comes here without it."""
     if plan.stage.backend.CHECKOUT:
         return SUBMODULE
@@ -170,7 +172,7 @@ def secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
             yield name
 
 
-def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:
+def _build_module_words(name: str, plan: Plan, trainer: Trainer) -> list[str]:
     """The words that run a module: `-m`, or `START` where that would put the current folder on the
     path.
     """
@@ -181,7 +183,7 @@ def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:
     return ["-m", name]
 
 
-def _accelerate(plan: Plan) -> list[str]:
+def _build_accelerate_options(plan: Plan) -> list[str]:
     """accelerate's own options; a config file of launch's, so that the user's default one is not
     read.
     """
@@ -212,7 +214,7 @@ def _accelerate(plan: Plan) -> list[str]:
     return argv
 
 
-def _torchrun(plan: Plan) -> list[str]:
+def _build_torchrun_options(plan: Plan) -> list[str]:
     """torchrun and its own options; on one machine it finds a free port by itself."""
     argv = ["--nnodes", str(plan.nodes), "--nproc-per-node", str(max(1, plan.gpus))]
     if plan.nodes > 1:
@@ -221,19 +223,19 @@ def _torchrun(plan: Plan) -> list[str]:
 
 
 LAUNCHERS = {
-    "accelerate": ("accelerate.commands.launch", _accelerate),
-    "torchrun": ("torch.distributed.run", _torchrun),
+    "accelerate": ("accelerate.commands.launch", _build_accelerate_options),
+    "torchrun": ("torch.distributed.run", _build_torchrun_options),
 }
 """The module that Python runs to start the processes, and its options, by `Entry.launcher`."""
 
 
-def _environment(
+def _build_environment(
     plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, str]:
     env: dict[str, str] = {}
     watch = plan.stage.options.probe
     if watch is not None:
-        env[PROBE_SETTINGS] = json.dumps(_probe(plan, script, folder, watch))
+        env[PROBE_SETTINGS] = json.dumps(_build_probe_settings(plan, script, folder, watch))
     # training writes straight into console.log: unbuffered, or the last lines die with it
     env["PYTHONUNBUFFERED"] = "1"
     env.update(source_environment(plan.stage.backend, root, environ))
@@ -258,7 +260,9 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
     return {**env, **backend.ENVIRON}
 
 
-def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
+def _build_probe_settings(
+    plan: Plan, script: Path, folder: Path, watch: Watch
+) -> dict[str, object]:
     """The probe's settings; its `Settings` describes them."""
     entry = plan.stage.entry
     options = plan.stage.options
@@ -286,13 +290,13 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
     }
     if _begins_at_reference(plan):
         settings["first_loss"] = math.log(2)
-    export = _export(plan)
+    export = _build_export(plan)
     if export is not None:
         settings["export"] = export
     return settings
 
 
-def _export(plan: Plan) -> dict[str, object] | None:
+def _build_export(plan: Plan) -> dict[str, object] | None:
     """What is to be written after the training; None where it ends without a model."""
     phase = plan.stage.entry.export
     output = output_folder(plan)

@@ -87,12 +87,12 @@ class Footprint:
     def _packs(self, per_device: int) -> bool:
         return self.entry.packing != "padded" and self.entry.packs(self.values, per_device)
 
-    def _sequences(self, per_device: int) -> int:
+    def _count_sequences(self, per_device: int) -> int:
         return 2 * per_device if self.pairs else per_device
 
     @property
     def typical(self) -> MicroBatch:
-        sequences = self._sequences(self.plan.per_device)
+        sequences = self._count_sequences(self.plan.per_device)
         return lengths.typical(self.rows, rows=sequences, packed=self.packed)
 
     @property
@@ -132,7 +132,7 @@ class Footprint:
             targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
         elif values.get("use_peft"):
             rank = values["lora_r"]
-            targets = self._peft_targets()
+            targets = self._choose_peft_targets()
             # on 4-bit weights TRL has made them bf16
             # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model])
             narrow = narrow or self.quantised is not None
@@ -141,16 +141,16 @@ class Footprint:
         dropout = bool(values.get("lora_dropout"))
         return Adapters(int(rank), targets, HALF if narrow else FULL, dropout)
 
-    def _named_targets(self) -> list[str]:
+    def _list_named_targets(self) -> list[str]:
         """The last parts of `lora_target_modules`; empty where PEFT itself chooses."""
         named = self.values.get("lora_target_modules") or []
         if isinstance(named, str):
             named = [named]
         return [str(target).split(".")[-1] for target in named]
 
-    def _peft_targets(self) -> tuple[str, ...]:
+    def _choose_peft_targets(self) -> tuple[str, ...]:
         """The layer's linears that PEFT adapts."""
-        named = self._named_targets()
+        named = self._list_named_targets()
         if not named:
             return _PEFT_TARGETS
         linears = self.shape.linears()
@@ -158,9 +158,9 @@ class Footprint:
             return tuple(linears)
         return tuple(name for name in linears if name in named)
 
-    def _peft_fault(self) -> str | None:
+    def _find_peft_fault(self) -> str | None:
         """What is not described of the linears that PEFT adapts."""
-        named = self._named_targets()
+        named = self._list_named_targets()
         family = self.shape.family
         if not named and family not in _PEFT_CHOOSES:
             return f"PEFT itself chooses no `lora_target_modules` for {family} models"
@@ -224,9 +224,9 @@ class Footprint:
         per_device = per_device or self.plan.per_device
         accumulation = accumulation or self.plan.accumulation
         if self.entry.sharding == "fsdp" and self.entry.fills_rows(self.values):
-            return self._fsdp_of_full_rows(per_device, accumulation)
+            return self._set_up_full_rows(per_device, accumulation)
         if self.entry.sharding == "fsdp":
-            return self._fsdp_of_pairs(per_device, accumulation)
+            return self._set_up_pairs(per_device, accumulation)
         values = self.values
         packed = self._packs(per_device)
         if self.entry.tiled_loss:
@@ -242,7 +242,9 @@ class Footprint:
             fused = bool(values.get("fused_optimizer") or values.get("use_qlora"))
         return Setup(
             shape=self.shape,
-            batch=self._largest(self._sequences(per_device), accumulation, packed=packed),
+            batch=self._find_largest_batch(
+                self._count_sequences(per_device), accumulation, packed=packed
+            ),
             processes=self.plan.processes,
             accumulation=accumulation,
             reference=self.reference,
@@ -251,12 +253,12 @@ class Footprint:
             attention=self._kernel,
             liger=self.liger,
             checkpointing=self.checkpointing,
-            weight_bytes=self._weight_bytes(),
+            weight_bytes=self._count_weight_bytes(),
             autocast=self.autocast,
             adapters=self.adapters,
             packed=packed,
             quantised=self.quantised,
-            state_bytes=self._state_bytes(),
+            state_bytes=self._count_state_bytes(),
             fused_optimizer=fused,
         )
 
@@ -264,7 +266,9 @@ class Footprint:
     def _kernel(self) -> str:
         return self.attention.partition("_")[0]
 
-    def _largest(self, rows: int, accumulation: int, *, packed: bool = False) -> MicroBatch:
+    def _find_largest_batch(
+        self, rows: int, accumulation: int, *, packed: bool = False
+    ) -> MicroBatch:
         steps = self.plan.steps or UNKNOWN_STEPS
         batches = steps * accumulation * self.plan.processes
         return lengths.largest(self.rows, rows=rows, batches=batches, packed=packed)
@@ -273,7 +277,7 @@ class Footprint:
     def _limit(self) -> int:
         return int(self.values.get(self.entry.names.max_length) or self.rows.longest)
 
-    def _fsdp(self, batch: MicroBatch, accumulation: int, shards: int) -> Setup:
+    def _set_up_fsdp(self, batch: MicroBatch, accumulation: int, shards: int) -> Setup:
         """OLMo-core's FSDP; what the loss needs is left to the scripts."""
         share = None
         if self.values.get("compile_model"):
@@ -289,21 +293,24 @@ class Footprint:
             ),
         )
 
-    def _fsdp_of_full_rows(self, rows: int, accumulation: int) -> Setup:
+    def _set_up_full_rows(self, rows: int, accumulation: int) -> Setup:
         """olmo_core_finetune.py: full rows, each split over the GPUs that share it, FSDP over a
         machine.
         """
         shared = max(1, int(self.values.get(self.entry.names.shared) or 1))
-        width = -(-self._limit // shared)
+        width = math.ceil(self._limit / shared)
         batch = MicroBatch(rows=rows, width=width, real=rows * width)
-        shards = max(1, self.plan.processes // self.plan.nodes // shared)
-        fused = self.values.get("loss_implementation") == "fused_linear"
-        setup = self._fsdp(batch, accumulation, shards)
+        per_machine = self.plan.processes // self.plan.nodes
+        shards = max(1, per_machine // shared)
+        setup = self._set_up_fsdp(batch, accumulation, shards)
+        loss = "full"
+        if self.values.get("loss_implementation") == "fused_linear":
+            loss = "liger"
         # SkipStepAdamW has three lists as large as the gradients at once
         # (olmo_core_finetune.py::main[optim=optim.SkipStepAdamWConfig])
-        return replace(setup, loss="liger" if fused else "full", step_copies=3)
+        return replace(setup, loss=loss, step_copies=3)
 
-    def _fsdp_of_pairs(self, per_device: int, accumulation: int) -> Setup:
+    def _set_up_pairs(self, per_device: int, accumulation: int) -> Setup:
         """dpo.py: no mask, and packed rows that are as long as they may be, however full."""
         if self.packed:
             # chosen and rejected, each filled up
@@ -315,7 +322,7 @@ class Footprint:
             accumulation = 1
         else:
             rows = 2 * per_device
-            batch = self._largest(rows, accumulation)
+            batch = self._find_largest_batch(rows, accumulation)
             # the reference takes four times the rows (dpo.py::main[cache_batch_size = int])
             steps = self.plan.steps or UNKNOWN_STEPS
             batches = max(1, steps * accumulation * self.plan.processes // 4)
@@ -325,7 +332,7 @@ class Footprint:
             reference = replace(reference, real=reference.tokens)
         _, shards = olmo_core.mesh(self.values, self.plan.processes, self.plan.nodes)
         return replace(
-            self._fsdp(batch, accumulation, shards),
+            self._set_up_fsdp(batch, accumulation, shards),
             reference_batch=reference,
             loss="logprobs",
             reference="cache",
@@ -340,7 +347,7 @@ class Footprint:
         # finetune.py::main[if args.use_qlora #3]
         return "paged_adamw_8bit" if values.get("use_8bit_optimizer") else "paged_adamw_32bit"
 
-    def _state_bytes(self) -> float | None:
+    def _count_state_bytes(self) -> float | None:
         """Of bitsandbytes' Adam, an element; None for torch's own.
 
         Two states of 8 bits, but those of the embedding, with scales for every 256
@@ -360,7 +367,7 @@ class Footprint:
             return scales
         return scales + 2 * narrow + 2 * FULL * (1 - narrow)
 
-    def _weight_bytes(self) -> int:
+    def _count_weight_bytes(self) -> int:
         """Bytes of one element of the loaded weights.
 
         DeepSpeed casts what it trains to 16 bits
@@ -369,26 +376,26 @@ class Footprint:
         """
         if self.zero is not None:
             return HALF
-        dtype = self._dtype()
+        dtype = self._find_dtype()
         if dtype == "auto":
             dtype = self.shape.dtype
         if not dtype:
             where = "the model's config.json has no `torch_dtype`"
-            raise self._undescribed(f"the type of the loaded weights is not known: {where}")
+            raise self._build_error(f"the type of the loaded weights is not known: {where}")
         if dtype in {"bfloat16", "float16", "bf16", "fp16"}:
             return HALF
         if not self.autocast and self.plan.gpus:
             message = "the memory of training in 32 bits throughout is not described"
-            raise self._undescribed(message)
+            raise self._build_error(message)
         return FULL
 
-    def _dtype(self) -> str:
+    def _find_dtype(self) -> str:
         """The type that the arguments ask for, else the script's; `auto` is the model's own."""
         if self.values.get("use_qlora"):
             # what is not quantised PEFT makes fp32
             # (peft/utils/other.py::prepare_model_for_kbit_training[cast all non INT8])
             return "float32"
-        own = _model_arguments(self.values)
+        own = _read_model_arguments(self.values)
         dtype = own.get("dtype") or own.get("torch_dtype") or self.values.get("dtype")
         if dtype:
             return str(dtype)
@@ -423,12 +430,12 @@ class Footprint:
         }
         lacking = [name for name, present in table.items() if present]
         if lacking:
-            raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")
-        fault = self._peft_fault() if peft else None
+            raise self._build_error(f"the memory of {' and '.join(lacking)} is not described")
+        fault = self._find_peft_fault() if peft else None
         if fault is not None:
-            raise self._undescribed(fault)
+            raise self._build_error(fault)
 
-    def _undescribed(self, message: str) -> InvalidConfig:
+    def _build_error(self, message: str) -> InvalidConfig:
         return undescribed(message, **self.plan.stage.config.origin("args").place)
 
 
@@ -441,7 +448,7 @@ def attention_of(plan: Plan, requested: str | None = None) -> str:
     That is sdpa, or (`Entry.best_attention`) the best that is installed on GPUs: taken to be
     flash_2.
     """
-    name = requested or _model_arguments(plan.values).get("attn_implementation")
+    name = requested or _read_model_arguments(plan.values).get("attn_implementation")
     name = str(name or plan.values.get("attn_implementation")).removeprefix("paged|")
     name = _SPELT.get(name, name)
     if name in ATTENTIONS:
@@ -449,7 +456,7 @@ def attention_of(plan: Plan, requested: str | None = None) -> str:
     return "flash_2" if plan.gpus and plan.stage.entry.best_attention else "sdpa"
 
 
-def _model_arguments(values: Values) -> Mapping[str, Any]:
+def _read_model_arguments(values: Values) -> Mapping[str, Any]:
     """What TRL passes to the model (trl/scripts/sft.py::main[model_init_kwargs.update]): keys of
     its config among them.
     """
@@ -470,7 +477,7 @@ def shape_of(
     model = values.get(stage.entry.names.model)
     name = values.get("config_name") or model
     if stage.entry.models is None:
-        replaced = _model_arguments(values) or values.get("additional_model_arguments")
+        replaced = _read_model_arguments(values) or values.get("additional_model_arguments")
         revision = values.get("model_revision")
         return architecture.find(
             name,
@@ -489,7 +496,7 @@ def shape_of(
     return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
 
 
-def _row_limit(plan: Plan) -> int | None:
+def _read_row_limit(plan: Plan) -> int | None:
     """Tokens of a row at most, where the arguments say so."""
     limit = plan.values.get(plan.stage.entry.names.max_length)
     return limit if isinstance(limit, int) and limit > 0 else None
@@ -500,7 +507,7 @@ def rows_of(plan: Plan, data: Lengths) -> Lengths:
 
     Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
     """
-    limit = _row_limit(plan)
+    limit = _read_row_limit(plan)
     entry = plan.stage.entry
     cut = data.cut(limit)
     if limit is None or not entry.fills_rows(plan.values):
@@ -520,7 +527,7 @@ def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
 
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
-    limit = _row_limit(plan)
+    limit = _read_row_limit(plan)
     if not plan.stage.entry.takes_one_row(plan.values) or rows is None or limit is None:
         return None
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)

@@ -131,13 +131,13 @@ def make(
         rows = count_rows(stage, values)
     steps = total_steps(stage, values, rows, batch.rows)
     findings = [
-        *_devices_and_deepspeed(stage, gpus, nodes),
-        *_without_probe(stage, gpus),
-        *_set_by_launch(stage, derived),
-        *_attention(setting),
-        *_endless_epochs(stage, values),
-        *_late_trend(stage, steps),
-        *_endless_warmup(stage, values, steps),
+        *_check_deepspeed(stage, gpus, nodes),
+        *_check_probe(stage, gpus),
+        *_report_derived(stage, derived),
+        *_check_attention(setting),
+        *_check_epochs(stage, values),
+        *_check_late_trend(stage, steps),
+        *_check_warmup(stage, values, steps),
     ]
     return Plan(
         stage=stage,
@@ -172,7 +172,7 @@ def arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
     return {**stage.args, **{name: value.value for name, value in derived.items()}}
 
 
-def _finding(
+def _build_finding(
     stage: Stage,
     severity: Severity,
     code: str,
@@ -185,7 +185,7 @@ def _finding(
     return stage.config.placed(replace(finding, layer=layer))
 
 
-def _set_by_launch(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Finding]:
+def _report_derived(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Finding]:
     """What the entry script needs and the stage file does not say."""
     file = str(stage.config.path)
     for name, value in derived.items():
@@ -194,14 +194,14 @@ def _set_by_launch(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Fin
             yield launch_finding("note", "derived", message, key=f"args.{name}", file=file)
 
 
-def _late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
+def _check_late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
     """A trend that so few steps cannot show, where the file alone did not show that."""
     fault = trend_fault(stage.options, steps)
     if fault is not None and all(finding.key != fault.key for finding in stage.findings):
         yield stage.config.placed(fault)
 
 
-def _endless_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
+def _check_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
     """Epochs that no trainer can turn into steps
     (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1] rounds
     them up).
@@ -216,10 +216,10 @@ def _endless_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
             f"`{name}: {epochs}`: the trainer cannot count the steps of so many epochs and stops"
         )
         help = f"a number, such as `{name}: 3`, or a limit by `{names.max_steps}`"
-        yield _finding(stage, "error", "out-of-range", f"args.{name}", message, help)
+        yield _build_finding(stage, "error", "out-of-range", f"args.{name}", message, help)
 
 
-def _endless_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator[Finding]:
+def _check_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator[Finding]:
     """A warm-up that takes at least as long as training: no step has the full learning rate.
 
     TRL's `warmup_steps` is a share of all steps below 1
@@ -252,10 +252,10 @@ def _endless_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator
                 f": the learning rate gets to {rate * share:.3g}, {100 * share:.2g} % of {rate:g}"
             )
         help = f"a share of all steps: `{name}: 0.1`"
-        yield _finding(stage, "warning", "endless-warmup", key, message, help)
+        yield _build_finding(stage, "warning", "endless-warmup", key, message, help)
 
 
-def _attention(setting: Setting) -> Iterator[Finding]:
+def _check_attention(setting: Setting) -> Iterator[Finding]:
     """Why implementations that `attention:` prefers are passed over."""
     choice = setting.attention
     stage = setting.stage
@@ -264,13 +264,13 @@ def _attention(setting: Setting) -> Iterator[Finding]:
     if choice.name is None:
         message = f"no implementation of `attention:` is available here: {choice.why}"
         help = "add sdpa to the list"
-        yield _finding(stage, "error", "attention-missing", "attention", message, help)
+        yield _build_finding(stage, "error", "attention-missing", "attention", message, help)
     else:
         message = f"attention falls back to {choice.name}: {choice.why}"
-        yield _finding(stage, "note", "attention-fallback", "attention", message)
+        yield _build_finding(stage, "note", "attention-fallback", "attention", message)
 
 
-def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
+def _check_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
     if stage.options.probe is not None:
         return
     if not gpus and not stage.entry.runs_on_cpu:
@@ -279,20 +279,22 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
             "counters, a process group)"
         )
         help = "leave the probe on, or use GPUs"
-        yield _finding(stage, "error", "probe-needed", "probe", message, help)
+        yield _build_finding(stage, "error", "probe-needed", "probe", message, help)
     else:
         message = (
             "without the probe nothing that runs inside is counted, tested or enforced: the "
             "verdict has the console log alone"
         )
-        yield _finding(stage, "note", "no-probe", "probe", message, layer="launch")
+        yield _build_finding(stage, "note", "no-probe", "probe", message, layer="launch")
 
 
-def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
+def _check_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
     options = stage.options
     if options.deepspeed is not None and not gpus:
         message = f"`deepspeed: {options.deepspeed_name}` is left out on the CPU"
-        yield _finding(stage, "note", "deepspeed-left-out", "deepspeed", message, layer="launch")
+        yield _build_finding(
+            stage, "note", "deepspeed-left-out", "deepspeed", message, layer="launch"
+        )
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py::main[if args.zero_stage])
     has_deepspeed = options.deepspeed is not None or stage.values.get("zero_stage") is not None
     if gpus == 1 and nodes == 1 and not has_deepspeed and stage.entry.needs_process_group:
@@ -301,7 +303,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
             "dist.barrier (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])"
         )
         help = "set a `deepspeed:`, such as zero2"
-        yield _finding(stage, "error", "no-process-group", "deepspeed", message, help)
+        yield _build_finding(stage, "error", "no-process-group", "deepspeed", message, help)
     if nodes > 1:
         message = (
             "the same command runs on each machine, with NODE_RANK (0, 1, ...), HEAD_ADDRESS and "
@@ -385,7 +387,7 @@ def count_rows(stage: Stage, values: Values) -> int | None:
     data = stage.entry.names.data
     listed = values.get(data)
     if isinstance(listed, list):
-        return _listed_rows(listed, values.get(f"{data}_splits") or ["train"])
+        return _count_listed_rows(listed, values.get(f"{data}_splits") or ["train"])
     if not isinstance(listed, str):
         return None
     split = values.get("dataset_train_split") or "train"
@@ -397,7 +399,7 @@ def count_rows(stage: Stage, values: Values) -> int | None:
     return None if surveyed.unread or surveyed.faults else surveyed.rows
 
 
-def _listed_rows(listed: list[Any], splits: list[Any]) -> int | None:
+def _count_listed_rows(listed: list[Any], splits: list[Any]) -> int | None:
     """Rows of a mixer list: names and amounts in turn."""
     names = [str(name) for name in listed[::2]]
     amounts = listed[1::2]

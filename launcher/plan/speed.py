@@ -43,21 +43,23 @@ def step_seconds(footprint: Footprint, card: Card) -> float:
     """Seconds of one optimizer step on these cards."""
     zero = footprint.zero
     accumulation = footprint.plan.accumulation
-    sent = _sent_bytes(footprint) / (_LINK * card.link)
+    sent = _count_sent_bytes(footprint) / (_LINK * card.link)
     if zero is not None:
         # the rest hides behind the backward pass; ZeRO-1 reduces once a step, as does no ZeRO at
         # all:
         # deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[Communicate only at]
         sent *= _SHOWN * (accumulation if zero.stage > 1 else 1)
-    return accumulation * _micro_batch(footprint, card) + sent + _optimizer(footprint, card)
+    return (
+        accumulation * _time_micro_batch(footprint, card) + sent + _time_optimizer(footprint, card)
+    )
 
 
-def _trained(footprint: Footprint) -> int:
+def _count_trained(footprint: Footprint) -> int:
     adapters = footprint.adapters
     return adapters.parameters(footprint.shape) if adapters else footprint.shape.parameters
 
 
-def _passes(footprint: Footprint) -> float:
+def _count_passes(footprint: Footprint) -> float:
     """Forward passes that a micro-batch costs: a backward pass is two, one on frozen weights."""
     passes = 3.0 if footprint.adapters is None else 2.0
     if footprint.checkpointing:
@@ -68,11 +70,11 @@ def _passes(footprint: Footprint) -> float:
     return passes
 
 
-def _micro_batch(footprint: Footprint, card: Card) -> float:
+def _time_micro_batch(footprint: Footprint, card: Card) -> float:
     shape = footprint.shape
     batch = footprint.typical
     tokens = batch.tokens
-    passes = _passes(footprint)
+    passes = _count_passes(footprint)
     rate = card.flops * _MATMUL * tokens / (tokens + _HALF_FULL)
     a_pass = 2 * shape.multiplied * tokens / rate
     width: float = batch.width
@@ -84,16 +86,16 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
     else:
         attention = 4 * tokens * width * shape.query / (card.flops * _SDPA)
     a_pass += shape.layers * attention
-    a_pass += _moved_bytes(footprint) * tokens / card.bandwidth
+    a_pass += _count_moved_bytes(footprint) * tokens / card.bandwidth
     kernels = passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
     if footprint.adapters is not None:
         kernels *= 2
     # what runs between launches is hidden, what is shorter is not
     device = max(passes * a_pass, kernels * card.launch) + 0.02 * kernels * card.launch
-    return _beside_host(footprint, passes, device)
+    return _add_host_time(footprint, passes, device)
 
 
-def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
+def _add_host_time(footprint: Footprint, passes: float, device: float) -> float:
     """Seconds of a micro-batch with what DeepSpeed's Python code adds to those on the card."""
     zero = footprint.zero
     layers = footprint.shape.layers
@@ -108,7 +110,7 @@ def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
     return min(gathered, fed + layers * (passes - 2) * _GATHERS_OF_PLAIN_LINEARS)
 
 
-def _moved_bytes(footprint: Footprint) -> float:
+def _count_moved_bytes(footprint: Footprint) -> float:
     """What a position moves through memory in one pass, beside matrix products and attention."""
     shape = footprint.shape
     if footprint.liger:
@@ -123,7 +125,7 @@ def _moved_bytes(footprint: Footprint) -> float:
     return shape.layers * layer + logits
 
 
-def _sent_bytes(footprint: Footprint) -> float:
+def _count_sent_bytes(footprint: Footprint) -> float:
     """What one device sends at a time: gradients, and what ZeRO-3 gathers too.
 
     All but ZeRO-3 all-reduce, which sends everything twice
@@ -135,17 +137,17 @@ def _sent_bytes(footprint: Footprint) -> float:
     processes = footprint.plan.processes
     share = (processes - 1) / processes
     width = HALF if zero is None else zero.communication
-    reduced = _trained(footprint) * width * share
+    reduced = _count_trained(footprint) * width * share
     if zero is None or zero.stage < 3:
         return 2 * reduced
     return reduced + 2 * HALF * footprint.shape.parameters * share
 
 
-def _optimizer(footprint: Footprint, card: Card) -> float:
+def _time_optimizer(footprint: Footprint, card: Card) -> float:
     """The optimizer's pass over its states, and sending the new weights around."""
     zero = footprint.zero
     processes = footprint.plan.processes
-    trained = _trained(footprint)
+    trained = _count_trained(footprint)
     if zero is None:
         return 30 * trained / card.bandwidth
     part = trained / processes

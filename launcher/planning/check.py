@@ -45,7 +45,7 @@ def settle(
     except InvalidConfig as error:
         findings = unplanned_findings(facts.file, facts.checked, facts.machine)
         raise InvalidConfig((*findings, *error.findings)) from None
-    ruled = stages.apply_rules(facts.checked, _context(facts, plan, attempts))
+    ruled = stages.apply_rules(facts.checked, _build_context(facts, plan, attempts))
     findings = adapt(facts.file, facts.checked, facts.machine, ruled)
     return replace(plan, stage=replace(plan.stage, findings=findings))
 
@@ -72,7 +72,7 @@ def find_output(plan: Plan) -> Path | None:
     return None if folder is None else folder.absolute()
 
 
-def _context(facts: Facts, plan: Plan, attempts: int | None) -> Context:
+def _build_context(facts: Facts, plan: Plan, attempts: int | None) -> Context:
     options = plan.stage.options
     split = Split(
         processes=plan.processes,

@@ -49,22 +49,22 @@ class ChecksumThread(threading.Thread):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self.over.wait(EVERY_S):
-            self._look(EVERY_S)
+            self._record_checkpoints(EVERY_S)
 
     def end(self, *, resumable: bool) -> None:
         """Stop at the end of the training; the last checkpoints count if it may be resumed."""
         self.over.set()
         if resumable:
             self.join()
-            self._look(0)
+            self._record_checkpoints(0)
 
-    def _look(self, quiet_s: float) -> None:
+    def _record_checkpoints(self, quiet_s: float) -> None:
         # whatever fails here must not end the watch over the training
         with contextlib.suppress(OSError, ValueError):
             for checkpoint in checkpoints.find(
                 self.backend, self.output, ranks=self.ranks, digested=self.digests
             ):
-                digests = _digests_of(checkpoint.path, quiet_s) if checkpoint.complete else {}
+                digests = _hash_files(checkpoint.path, quiet_s) if checkpoint.complete else {}
                 if digests:
                     self.digests[checkpoint.name] = digests
                     self._write()
@@ -115,7 +115,7 @@ def fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
     digests = recorded(folder, checkpoint)
     for name, digest in digests.items():
         try:
-            now = _digest(checkpoint.path / name)
+            now = _hash_file(checkpoint.path / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         if now != digest:
@@ -123,18 +123,18 @@ def fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
             return f"{name} was changed after it was saved: sha256 {before}, now {now[:12]}"
     if digests:
         return None
-    for path in _files(checkpoint.path):
-        damage = _damage(path)
+    for path in _list_files(checkpoint.path):
+        damage = _find_damage(path)
         if damage is not None:
             return damage
     return None
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return content.read_content(path, whole_below=_WHOLE)[0].digest
 
 
-def _damage(path: Path) -> str | None:
+def _find_damage(path: Path) -> str | None:
     """What a file shows by itself."""
     try:
         if zipfile.is_zipfile(path):
@@ -148,18 +148,18 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _digests_of(folder: Path, quiet_s: float) -> dict[str, str]:
+def _hash_files(folder: Path, quiet_s: float) -> dict[str, str]:
     """The checksums by name; empty if a file was written less than `quiet_s` ago, or meanwhile."""
-    before = _times(folder)
+    before = _read_times(folder)
     if any(time.time() - written_ns / 10**9 < quiet_s for written_ns in before.values()):
         return {}
-    digests = {str(path.relative_to(folder)): _digest(path) for path in before}
-    return digests if _times(folder) == before else {}
+    digests = {str(path.relative_to(folder)): _hash_file(path) for path in before}
+    return digests if _read_times(folder) == before else {}
 
 
-def _times(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in _files(folder)}
+def _read_times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in _list_files(folder)}
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())

@@ -60,7 +60,7 @@ class StageFile:
         request = replace(self.request, overrides=(*overrides_so_far, *overrides), **changes)
         config = self.config.with_overrides(overrides)
         if stages.backend_of(config) != stages.backend_of(self.config):
-            return _with_trainer(request, config)
+            return _add_trainer(request, config)
         return replace(self, request=request, config=config)
 
     def read(self) -> stages.Judged:
@@ -131,7 +131,7 @@ class Facts:
 
     def with_file(self, file: StageFile, judged: stages.Judged) -> Facts:
         """The facts of another file, or other overrides, on this machine. Raises InvalidConfig."""
-        facts = _facts_of(file, judged, self.machine, default_gpus=self.gpus)
+        facts = _collect_facts(file, judged, self.machine, default_gpus=self.gpus)
         return replace(facts, look=self.look, packages=self.packages)
 
 
@@ -141,10 +141,10 @@ def open(request: Request, *, loaded: Config | None = None) -> StageFile:
     Raises InvalidConfig or NotReady.
     """
     config = loaded or load.load(request.config, request.overrides, borrowed=request.borrowed)
-    return _with_trainer(request, config)
+    return _add_trainer(request, config)
 
 
-def _with_trainer(request: Request, config: Config) -> StageFile:
+def _add_trainer(request: Request, config: Config) -> StageFile:
     locator, trainer = find_source(request, stages.backend_of(config))
     return StageFile(request=request, config=config, locator=locator, trainer=trainer)
 
@@ -199,28 +199,40 @@ def adapt(
 
 def collect(request: Request, scope: Scope, *, loaded: Config | None = None) -> Facts:
     """Read what a plan of this request needs. Raises InvalidConfig, NotReady or UsageError."""
-    _named_devices(request)
+    _read_named_devices(request)
     file = open(request, loaded=loaded)
     return of_read(file, file.read(), scope)
 
 
 def of_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
     """`collect` of a stage file that was read already."""
-    needs_look = scope is Scope.START
-    if scope is Scope.PLAN and judged.options is not None:
-        # eight GPUs can take ten seconds to answer: they are asked only if their number counts
-        is_open = judged.options.gpus is None and _named_devices(file.request)[1] is None
-        needs_look = is_open and BACKENDS[judged.options.backend].ONE_GPU
-    look = devices.survey_devices(os.environ) if needs_look else None
-    default_gpus = None if look is None else min(1, len(look.visible))
+    look = None
+    default_gpus = None
+    if _needs_gpus(file.request, judged, scope):
+        look = devices.survey_devices(os.environ)
+        default_gpus = min(1, len(look.visible))
     if scope in (Scope.FILE, Scope.PLAN):
-        return _facts_of(file, judged, None, default_gpus=default_gpus)
+        return _collect_facts(file, judged, None, default_gpus=default_gpus)
     machine = Machine(cpus=os.cpu_count())
-    facts = _facts_of(file, judged, machine, default_gpus=default_gpus)
+    facts = _collect_facts(file, judged, machine, default_gpus=default_gpus)
     return replace(facts, look=look, packages=file.trainer.packages)
 
 
-def _facts_of(
+def _needs_gpus(request: Request, judged: stages.Judged, scope: Scope) -> bool:
+    """Whether the GPUs must be surveyed: a plan needs it only if their number decides.
+
+    Eight GPUs can take ten seconds to answer.
+    """
+    if scope is Scope.START:
+        return True
+    options = judged.options
+    if scope is not Scope.PLAN or options is None or options.gpus is not None:
+        return False
+    _, count = _read_named_devices(request)
+    return count is None and BACKENDS[options.backend].ONE_GPU
+
+
+def _collect_facts(
     file: StageFile, judged: stages.Judged, machine: Machine | None, *, default_gpus: int | None
 ) -> Facts:
     """`default_gpus` is their number if nobody says it and the trainer takes one."""
@@ -233,7 +245,7 @@ def _facts_of(
     watch = options.probe if request.probe else None
     if watch is not None and not request.final_save:
         watch = replace(watch, final_save=False)
-    names, count = _named_devices(request)
+    names, count = _read_named_devices(request)
     if count is None:
         count = options.gpus
     if count is None and stage.backend.ONE_GPU:
@@ -250,7 +262,7 @@ def _facts_of(
     )
 
 
-def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
+def _read_named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
     """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
     names = devices.slots_named(request.devices)
     if names is None:

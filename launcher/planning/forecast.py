@@ -128,10 +128,10 @@ class Estimate:
                 # nobody knows what activations leave
                 self.spare = None
             elif not static:
-                self.best = self._fit(card.gib)
-        self.measured = _measured_speed(self.plan, self.card.name)
-        self.speed = self._speed()
-        self.bill = self._bill()
+                self.best = self._fit_batch(card.gib)
+        self.measured = _find_measured_speed(self.plan, self.card.name)
+        self.speed = self._find_speed()
+        self.bill = self._compute_bill()
         saved = disk.saved(self.plan, footprint.shape.parameters, self.setup)
         assert saved is not None, "a setup tells the size of an adapter"
         self.saved = saved
@@ -162,7 +162,7 @@ class Estimate:
             return memory.without("activations", "logits")
         return memory
 
-    def _fit(self, gib: float) -> Fit | None:
+    def _fit_batch(self, gib: float) -> Fit | None:
         """The largest split of the batch that fits."""
         best = None
         rows = self.plan.global_batch // self.plan.processes
@@ -177,7 +177,7 @@ class Estimate:
                 break
         return best
 
-    def _speed(self) -> Speed:
+    def _find_speed(self) -> Speed:
         """The measured speed, else an estimate.
 
         A share of the card's peak stands for the estimate where that does not apply (several
@@ -219,7 +219,7 @@ class Estimate:
         source += f"{flops / 1e9:.1f} GFLOP a token"
         return Speed(computed * (1 - self.tokens.waste), source)
 
-    def _bill(self) -> Bill:
+    def _compute_bill(self) -> Bill:
         steps = self.steps
         speed = self.speed.tokens
         if self.static:
@@ -232,7 +232,7 @@ class Estimate:
         step_s = self.tokens.real / speed
         seconds = steps * step_s
         formula = f"{steps:,} steps x {self.tokens.real:,.0f} tokens / {speed:,.0f} a second"
-        rows = self._reference_rows()
+        rows = self._count_reference_rows()
         if rows:
             # one pass of all ranks takes four times the rows of a packed step
             wide = replace(self.plan, per_device=4 * self.plan.per_device, accumulation=1)
@@ -249,7 +249,7 @@ class Estimate:
             cost = hours * self.terms.price * self.plan.processes
         return Bill(hours, cost, formula)
 
-    def _reference_rows(self) -> int | None:
+    def _count_reference_rows(self) -> int | None:
         """Rows through the reference model whose time is not part of a step's."""
         if not self.footprint.pairs:
             return None
@@ -264,10 +264,10 @@ class Estimate:
     def findings(self) -> Iterator[Finding]:
         names = self.plan.stage.entry.names
         risk = self.interruption.findings(names.save_strategy or names.save_every)
-        yield from self._memory_findings()
-        yield from map(self.plan.stage.config.placed, (*self._waste_findings(), *risk))
+        yield from self._check_memory()
+        yield from map(self.plan.stage.config.placed, (*self._check_waste(), *risk))
 
-    def _memory_findings(self) -> Iterator[Finding]:
+    def _check_memory(self) -> Iterator[Finding]:
         memory = self.memory
         gib = self.card.gib
         best = self.best
@@ -276,8 +276,8 @@ class Estimate:
             message = f"{self.where}memory is planned for GPUs, not for the CPU"
             yield launch_finding("note", "unknown-memory", message)
         elif gib is not None and self.spare is not None and self.spare < 0:
-            help = None if self.static else self._instead(memory, usable(gib))
-            message = self.where + _shortage(memory, gib)
+            help = None if self.static else self._suggest_changes(memory, usable(gib))
+            message = self.where + _describe_shortage(memory, gib)
             yield launch_finding("warning", "out-of-memory", message, help, **place)
         elif gib is not None and best is not None and memory.peak < 0.6 * gib and self.steps != 0:
             if best.per_device <= self.plan.per_device:
@@ -291,7 +291,7 @@ class Estimate:
                 "note", "half-empty", message, help, key="batch.per_device", **place
             )
 
-    def _instead(self, memory: Memory, room: float) -> str:
+    def _suggest_changes(self, memory: Memory, room: float) -> str:
         """Changes with which it fits into `room` GiB."""
 
         def peak_of(other: Footprint) -> float:
@@ -306,7 +306,7 @@ class Estimate:
         text = "no setting that launch could change makes it fit: a card with more memory"
         return f"{text}{shorter}, or a smaller model"
 
-    def _waste_findings(self) -> Iterator[Finding]:
+    def _check_waste(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
         rows = self.footprint.rows
         row = packed_row(self.plan, rows)
@@ -327,22 +327,33 @@ class Estimate:
         """`why`: with every allocation of memory; on the CPU none is planned."""
         saved = self.saved
         sizes = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
-        unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
+        memory = None
+        allocations = None
+        if self.memory is not None:
+            memory = self.memory.as_json()
+            if self.static:
+                memory |= {"activations": None, "logits": None}
+            if why:
+                allocations = self.memory.why()
+        fit = None
+        if self.terms.fit and self.best is not None:
+            fit = self.best.as_json()
+        planned = asdict(self.plan.record) | {"rows": self.rows}
         return PlanRecord(
-            **{**asdict(self.plan.record), "rows": self.rows},
+            **planned,
             tokens_per_step=None if self.static else round(self.tokens.real),
             padding_share=None if self.static else round(self.tokens.waste, 3),
-            memory_gib=None if self.memory is None else self.memory.as_json() | unknown,
+            memory_gib=memory,
             fits=None if self.spare is None else self.spare >= 0,
-            spare_gib=_rounded(self.spare),
-            tokens_per_second=_rounded(self.speed.tokens, None),
+            spare_gib=_round_value(self.spare),
+            tokens_per_second=_round_value(self.speed.tokens, None),
             speed_source=self.speed.source,
-            hours=_rounded(self.bill.hours),
-            cost=_rounded(self.bill.cost),
+            hours=_round_value(self.bill.hours),
+            cost=_round_value(self.bill.cost),
             disk_gib={name: round(size / GIB, 2) for name, size in sizes.items()},
             interruption=self.interruption.as_json(),
-            fit=self.best.as_json() if self.best is not None and self.terms.fit else None,
-            why=self.memory.why() if self.memory is not None and why else None,
+            fit=fit,
+            why=allocations,
         )
 
     def row(self) -> dict[str, str | None]:
@@ -357,12 +368,12 @@ class Estimate:
             "per device": str(self.plan.per_device),
             "accumulation": str(self.plan.accumulation),
             "global": str(self.plan.global_batch),
-            "steps": _cell(self.steps, ","),
+            "steps": _format_cell(self.steps, ","),
             "tokens/step": None if self.static else f"{self.tokens.real:,.0f}",
             "peak GiB": None if self.memory is None else f"{bound}{self.memory.peak:.1f}",
             "fits": fits,
-            "hours": _cell(self.bill.hours, ".2f"),
-            "cost": _cell(self.bill.cost, ".2f"),
+            "hours": _format_cell(self.bill.hours, ".2f"),
+            "cost": _format_cell(self.bill.cost, ".2f"),
             "disk GiB": f"{self.saved.most / GIB:.1f}",
         }
 
@@ -383,22 +394,22 @@ class Estimate:
         if not why:
             return
         if memory is not None:
-            yield from _phase_lines(memory)
+            yield from _format_phases(memory)
         if not self.static:
             yield f"  tokens a step: {self.tokens.formula}"
         yield f"  time: {self.bill.formula}"
         yield f"  disk: {self.saved.formula}"
 
 
-def _cell(value: float | None, form: str) -> str | None:
+def _format_cell(value: float | None, form: str) -> str | None:
     return None if value is None else format(value, form)
 
 
-def _rounded(value: float | None, digits: int | None = 2) -> float | None:
+def _round_value(value: float | None, digits: int | None = 2) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def _shortage(memory: Memory, gib: float) -> str:
+def _describe_shortage(memory: Memory, gib: float) -> str:
     """How much is missing on a card, and what takes most."""
     room = usable(gib)
     phase = memory.fullest
@@ -412,7 +423,7 @@ def _shortage(memory: Memory, gib: float) -> str:
     )
 
 
-def _phase_lines(memory: Memory) -> Iterator[str]:
+def _format_phases(memory: Memory) -> Iterator[str]:
     for phase in sorted(memory.phases, key=lambda phase: -phase.gib):
         yield f"  {phase.name}: {phase.gib:.2f} GiB"
         for part in sorted(phase.allocations, key=lambda part: -part.gib):
@@ -464,8 +475,8 @@ def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
 
     Raises InvalidConfig if none can be planned, UsageError or NotReady.
     """
-    _require_sense(terms, gpus)
-    card = _card(terms)
+    _require_usable_options(terms, gpus)
+    card = _choose_card(terms)
     if terms.fit and card.gib is None:
         # a card's name does not tell its memory: most come in several sizes
         message = "how much fits is not known without the memory of a GPU"
@@ -480,8 +491,8 @@ def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
             planned = check.settle(facts, gpus=count, output=Path("model"), rows=terms.rows)
             if errors(planned.all_findings):
                 raise InvalidConfig(planned.all_findings)
-            rows = rows or _lengths_or_none(planned, packages, terms, faults)
-            rungs.append(_rung(planned, rows, terms, card, packages))
+            rows = rows or _try_row_lengths(planned, packages, terms, faults)
+            rungs.append(_estimate_rung(planned, rows, terms, card, packages))
         except InvalidConfig as error:
             faults += error.findings
     faults = list(dict.fromkeys(faults))
@@ -496,11 +507,16 @@ def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
         "rows": "unknown" if rows is None else rows.source,
         "attention": attention_of(largest.plan, terms.attention),
     }
-    findings = (*faults, *_split(rungs), *dict.fromkeys(own), *_remarks(rungs, terms))
+    findings = (
+        *faults,
+        *_collect_findings(rungs),
+        *dict.fromkeys(own),
+        *_check_rungs(rungs, terms),
+    )
     return Forecast(rungs=tuple(rungs), sources=sources, findings=findings)
 
 
-def _require_sense(terms: ForecastOptions, gpus: Sequence[int]) -> None:
+def _require_usable_options(terms: ForecastOptions, gpus: Sequence[int]) -> None:
     """Raise UsageError for options that no plan can use."""
     if terms.attention not in {None, *ATTENTIONS}:
         message = f"`{terms.attention}` is not an attention implementation"
@@ -528,7 +544,7 @@ def _require_sense(terms: ForecastOptions, gpus: Sequence[int]) -> None:
 _ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
 
 
-def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
+def _collect_findings(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     """The findings of the plans: once if all have it, else with the number of GPUs."""
     by_rung = [check.beyond_file(rung.plan) for rung in rungs]
     for rung, findings in zip(rungs, by_rung, strict=True):
@@ -541,7 +557,7 @@ def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
                 yield finding
 
 
-def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
+def _check_rungs(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
     """Why nothing fits, why there is no step, and why there is no cost."""
     for rung in rungs:
         if terms.fit and rung.best is None and rung.spare is not None:
@@ -550,7 +566,7 @@ def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Find
             message = f"{rung.where}--fit: no split of the batch fits; "
             message += f"{least:.1f} GiB with one row a device"
             yield launch_finding("note", "nothing-fits", message, key="batch.per_device")
-    yield from _no_steps(rungs)
+    yield from _check_steps(rungs)
     unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
         numbers = ", ".join(str(rung.count) for rung in unknown)
@@ -558,27 +574,29 @@ def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Find
         yield launch_finding("note", "unknown-cost", message)
 
 
-def _no_steps(rungs: Sequence[Estimate]) -> Iterator[Finding]:
+def _check_steps(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     first = rungs[0].plan
     name = first.stage.entry.names.max_steps
     if plan.step_limit(first.stage, first.values) == 0:
         message = f"`{name}: {first.values[name]}`: no step is trained, "
         message += "and the model is saved as it was"
-        yield _no_step(f"args.{name}", message, "leave it out for whole epochs")
+        yield _build_no_steps_finding(f"args.{name}", message, "leave it out for whole epochs")
         return
     for rung in rungs:
         if rung.steps == 0:
             message = f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than "
             message += "one step, and what is not full is left out"
-            yield _no_step("batch.global", message, "fewer GPUs, a smaller batch, or more rows")
+            yield _build_no_steps_finding(
+                "batch.global", message, "fewer GPUs, a smaller batch, or more rows"
+            )
 
 
-def _no_step(key: str, message: str, help: str) -> Finding:
+def _build_no_steps_finding(key: str, message: str, help: str) -> Finding:
     finding = launch_finding("warning", "no-steps", message, help, key=key)
     return replace(finding, layer="run")
 
 
-def _rung(
+def _estimate_rung(
     planned: Plan,
     rows: Lengths | None,
     terms: ForecastOptions,
@@ -621,7 +639,7 @@ def of_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) 
     if faults:
         raise InvalidConfig(faults)
     rows = row_lengths(planned, packages, terms)
-    return _rung(planned, rows, terms, _card(terms), packages)
+    return _estimate_rung(planned, rows, terms, _choose_card(terms), packages)
 
 
 def with_forecast(prepared: Prepared) -> Prepared:
@@ -641,10 +659,10 @@ def with_forecast(prepared: Prepared) -> Prepared:
     card = Card()
     chosen = prepared.start.devices
     if chosen is not None and chosen.slots:
-        card = _card_of(chosen.slots[0].gpu)
+        card = _read_card(chosen.slots[0].gpu)
     try:
         rows = row_lengths(planned, packages, terms)
-        rung = _rung(planned, rows, terms, card, packages)
+        rung = _estimate_rung(planned, rows, terms, card, packages)
     except (LaunchError, OSError):
         return prepared
     codes = {finding.code for finding in prepared.findings}
@@ -652,23 +670,23 @@ def with_forecast(prepared: Prepared) -> Prepared:
     return replace(prepared, forecast=rung.record(), warnings=(*prepared.warnings, *new))
 
 
-def _card(terms: ForecastOptions) -> Card:
+def _choose_card(terms: ForecastOptions) -> Card:
     """The card that the options name, else the first of this machine."""
     card = card_of(terms.gpu or "", None)
     present = devices.survey_devices(os.environ).present
     if not terms.gpu and present:
-        card = _card_of(present[0])
+        card = _read_card(present[0])
     return card if terms.gpu_memory is None else replace(card, gib=terms.gpu_memory)
 
 
-def _card_of(gpu: Gpu) -> Card:
+def _read_card(gpu: Gpu) -> Card:
     return card_of(gpu.name, gpu.memory_mib / 1024 or None)
 
 
 _ALIKE = ("packing", "use_liger_kernel", "use_lora", "use_peft")
 
 
-def _measured_speed(planned: Plan, card: str) -> Speed | None:
+def _find_measured_speed(planned: Plan, card: str) -> Speed | None:
     """The speed of the newest like run on such GPUs, for as many GPUs as are planned."""
     if not card:
         return None
@@ -696,7 +714,7 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
 _SHORTEST = Lengths(mean=1, deviation=0, longest=1, source="", counts=((1, 1),))
 
 
-def _lengths_or_none(
+def _try_row_lengths(
     planned: Plan, packages: Mapping[str, str], terms: ForecastOptions, faults: list[Finding]
 ) -> Lengths | None:
     """The row lengths; without them the batch and static memory can be planned, but for `--fit`."""
@@ -718,7 +736,7 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
     """
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)
-    for folder in _tokenised(planned, packages):
+    for folder in _find_tokenised(planned, packages):
         with contextlib.suppress(InvalidConfig):
             return lengths.of_dataset(folder, pairs=planned.stage.schema.pairs)
     if terms.rehearsed_tokens is not None:
@@ -732,7 +750,7 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
     raise InvalidConfig(finding)
 
 
-def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
+def _find_tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
     """What the run would hit: by upstream's own key, of TRL the entries of the folder, newest
     first.
     """

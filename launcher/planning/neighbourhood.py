@@ -51,9 +51,9 @@ class OutputPlace:
         if place.is_relative_to(canonical(self.run.path)):
             return
         is_used = self.is_used
-        relation = None if is_used else self._in_run_folder(place)
+        relation = None if is_used else self._describe_run_folder(place)
         if relation is not None:
-            yield self._nested_output(relation)
+            yield self._report_nested_output(relation)
         for other in outputs.find_neighbours(self.output, self.run.path):
             if other.where == "here" or (is_used and not other.live):
                 continue
@@ -62,16 +62,16 @@ class OutputPlace:
             preposition = "in" if other.where == "above" else "above"
             verb = "trains into now" if other.live else "wrote"
             relation = f"lies {preposition} {other.output}, which the run {other.name} {verb}"
-            yield self._nested_output(relation)
+            yield self._report_nested_output(relation)
             return
 
-    def _nested_output(self, relation: str) -> Finding:
+    def _report_nested_output(self, relation: str) -> Finding:
         message = f"{self.output} {relation}"
         help = f"give `{self.key}` a folder beside the other one, such as `{self.output.name}-2` "
         key = f"args.{self.key}"
         return launch_finding("error", "nested-output", message, f"{help}next to it", key=key)
 
-    def _in_run_folder(self, place: Path) -> str | None:
+    def _describe_run_folder(self, place: Path) -> str | None:
         """Which run folder it is, holds or lies in, in words."""
         own = canonical(self.run.path)
         for above in (place, *place.parents):
@@ -81,15 +81,15 @@ class OutputPlace:
             if rundir.is_run(above) or rundir.is_campaign(above):
                 verb = "is" if above == place else "lies in"
                 return f"{verb} the run folder {above}"
-        for name in _names(place):
+        for name in _list_names(place):
             if rundir.is_run(place / name):
                 return f"holds the run folder {place / name}"
         return None
 
     def foreign(self, codes: frozenset[str]) -> Iterator[Finding]:
         """A warning about files that no run made; `codes` are those of other findings."""
-        own = self._own_names(codes)
-        foreign = [name for name in _names(self.output) if name not in own]
+        own = self._collect_own_names(codes)
+        foreign = [name for name in _list_names(self.output) if name not in own]
         if not foreign:
             return
         shown = ", ".join(foreign[:_SHOWN])
@@ -101,18 +101,21 @@ class OutputPlace:
         help += f"give another `{self.key}`, or move them"
         yield launch_finding("warning", "foreign-files", message, help, key=f"args.{self.key}")
 
-    def _own_names(self, codes: frozenset[str]) -> set[str]:
+    def _collect_own_names(self, codes: frozenset[str]) -> set[str]:
         """Names that launch made, a trainer uses, or that earlier attempts left."""
         names = {lease.FOLDER.parts[0], layout.PREVIOUS_CARD}
         was_trained = self.is_used or lease.newest_lease(self.output) is not None
         if was_trained or codes & _MORE_SPECIFIC:
-            for name in _names(self.output):
+            for name in _list_names(self.output):
                 if layout.is_file(name) or layout.is_folder(name):
                     names.add(name)
         for attempt in range(1, self.attempt):
             record = inventory.read_inventory(self.run, attempt)
-            for path in record.written or () if record is not None else ():
-                names.add(path.partition("/")[0])
+            if record is None:
+                continue
+            for path in record.written or ():
+                first, _, _ = path.partition("/")
+                names.add(first)
         return names
 
 
@@ -124,5 +127,5 @@ def _is_common(folder: Path) -> bool:
     return any(is_within(canonical(place), folder) for place in places)
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     return files.names(folder)[:_LISTED]

@@ -148,12 +148,12 @@ class Target:
         return len(self.history) or None
 
 
-def _target(facts: Facts, rank: int) -> Target:
+def _choose_target(facts: Facts, rank: int) -> Target:
     """`rank` is which of several machines this is."""
     request = facts.request
     stage = facts.stage
     root = request.runs or rundir.runs_root()
-    requested = _requested_output(stage)
+    requested = _find_requested_output(stage)
     runs = rundir.newest_first(root)
     output = resume.choose_output(stage, requested, runs, fresh=request.fresh)
     kind = stage.options.stage
@@ -191,7 +191,7 @@ def _target(facts: Facts, rank: int) -> Target:
     )
 
 
-def _requested_output(stage: Stage) -> Path | None:
+def _find_requested_output(stage: Stage) -> Path | None:
     """The folder that the stage file names; what launch derives does not move it."""
     if stage.entry.names.output not in stage.args:
         return None
@@ -270,7 +270,7 @@ class StartPlan:
                 devices=self.devices.env() if self.devices and plan.gpus else None,
                 attempt=1 if target.dry_run_folder else target.attempt,
             )
-        warnings = (*self.warnings, *self._foreign_files(plan), *_exposed_overrides(plan))
+        warnings = (*self.warnings, *self._find_foreign_files(plan), *_find_exposed_overrides(plan))
         return Prepared(
             start=self,
             plan=plan,
@@ -282,17 +282,20 @@ class StartPlan:
 
     def _complete_plan(self, decision: resume.Decision) -> Plan:
         """The plan with the values of the output, the caches and the resume."""
+        plan = self.plan
+        stage = plan.stage
         last = {**keys.derived(self.caches), **decision.derived}
-        output = self.plan.stage.entry.names.output
-        if output not in self.plan.stage.args:
+        output = stage.entry.names.output
+        if output not in stage.args:
             value = str(self.target.folder.path / "model")
-            last[output] = replace(self.plan.derived[output], value=value)
-        findings = list(decision.findings)
+            last[output] = replace(plan.derived[output], value=value)
+        findings: list[Finding] = []
         if self.facts.machine is not None:
-            findings = [*keys.findings(self.plan, self.caches), *findings]
-        return plans.completed(self.plan, last, findings)
+            findings += keys.findings(plan, self.caches)
+        findings += decision.findings
+        return plans.completed(plan, last, findings)
 
-    def _foreign_files(self, plan: Plan) -> tuple[Finding, ...]:
+    def _find_foreign_files(self, plan: Plan) -> tuple[Finding, ...]:
         """Files in the output folder that launch did not make."""
         if self.place is None:
             return ()
@@ -317,7 +320,7 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
     rank = 0 if machine is None else machine.rank
     packages = facts.trainer.packages
     with naming_variables(facts.redactor):
-        target = _target(facts, rank)
+        target = _choose_target(facts, rank)
         plan = judged or check.settle(
             facts,
             output=target.folder.path / "model",
@@ -325,7 +328,7 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
             attempts=target.attempts_so_far,
         )
         # the first of several machines checks the output folder
-        place = None if rank else _place(plan, target)
+        place = None if rank else _find_output_place(plan, target)
         if place is not None:
             nested = map(plan.stage.config.placed, place.nested())
             plan = replace(plan, findings=(*plan.findings, *nested))
@@ -349,7 +352,7 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
         )
 
 
-def _place(plan: Plan, target: Target) -> OutputPlace | None:
+def _find_output_place(plan: Plan, target: Target) -> OutputPlace | None:
     output = check.find_output(plan)
     if output is None:
         return None
@@ -366,17 +369,17 @@ def _require_concealed(plan: Plan) -> None:
         message = f"without the probe `{name}`, a secret, would stand in the training's command "
         message += "line, which every user of the machine can read"
         help = "leave the probe on: it takes it from the environment"
-        faults.append(_exposed_secret("error", f"args.{name}", message, help))
+        faults.append(_report_exposed_secret("error", f"args.{name}", message, help))
     for name in [] if faults else command.secrets_in_file(plan, os.environ):
         message = f"`{name}` holds a secret, and no flag can carry it: "
         message += "it would stand in a file of the run folder"
         help = "leave it out: `hf auth login`, or the variable HF_TOKEN, is what `datasets` reads"
-        faults.append(_exposed_secret("error", f"args.{name}", message, help))
+        faults.append(_report_exposed_secret("error", f"args.{name}", message, help))
     if faults:
         raise InvalidConfig(map(plan.stage.config.placed, faults))
 
 
-def _exposed_secret(severity: Severity, key: str, message: str, help: str) -> Finding:
+def _report_exposed_secret(severity: Severity, key: str, message: str, help: str) -> Finding:
     return launch_finding(severity, "exposed-secret", message, help, key=key)
 
 
@@ -392,7 +395,7 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
     return (dry.plan.stage.config.placed(warning),)
 
 
-def _exposed_overrides(plan: Plan) -> Iterator[Finding]:
+def _find_exposed_overrides(plan: Plan) -> Iterator[Finding]:
     """Secrets in overrides, which are in the command line of launch itself."""
     redact = plan.redactor.redact
     for key, origin in plan.stage.config.origins.items():
@@ -402,5 +405,5 @@ def _exposed_overrides(plan: Plan) -> Iterator[Finding]:
         message = f"`{name}` holds a secret, and every user of the machine can read the command "
         message += "line of launch itself"
         help = f"set a variable, and write {name}='${{oc.env:VARIABLE}}'"
-        finding = _exposed_secret("warning", key, message, help)
+        finding = _report_exposed_secret("warning", key, message, help)
         yield replace(plan.stage.config.placed(finding), about="machine")

@@ -70,18 +70,21 @@ class Panel:
         """The panel with the lines that any of these runs has; a single line has no label."""
         lines: dict[str, tuple[str, ...]] = {}
         for label, columns in self.lines.items():
-            if any(_first_column(run, columns) for run in runs):
+            if any(_find_first_column(run, columns) for run in runs):
                 lines[label] = columns
-        first, *others = self.lines
-        if others and list(lines) == [first]:
-            lines = {"": self.lines[first]}
-        return replace(self, lines=lines or self.lines)
+        if not lines:
+            return self
+        first = next(iter(self.lines))
+        is_first_alone = list(lines) == [first]
+        if is_first_alone and len(self.lines) > 1:
+            lines = {"": lines[first]}
+        return replace(self, lines=lines)
 
     def drawn_columns(self, runs: Iterable[Run]) -> set[str]:
         drawn: set[str] = set()
         for run in runs:
             for columns in self.lines.values():
-                name = _first_column(run, columns)
+                name = _find_first_column(run, columns)
                 if name is not None:
                     drawn.add(name)
         return drawn
@@ -126,7 +129,7 @@ class Panel:
         )
 
 
-def _first_column(run: Run, columns: Iterable[str]) -> str | None:
+def _find_first_column(run: Run, columns: Iterable[str]) -> str | None:
     for name in columns:
         if has_number(run.series.columns.get(name, ())):
             return name
@@ -179,15 +182,15 @@ class _StageCharts:
         return panels
 
     def as_html(self) -> Html:
-        grid = self._grid(self.shown)
+        grid = self._render_grid(self.shown)
         if not self.folded:
             return grid
         title = f"{len(self.folded)} more"
-        inner = self._grid(self.folded)
+        inner = self._render_grid(self.folded)
         more = details(title, inner, id=f"more-curves{self.suffix}", class_="more-curves")
         return join([grid, more])
 
-    def _grid(self, panels: Sequence[Panel]) -> Html:
+    def _render_grid(self, panels: Sequence[Panel]) -> Html:
         figures = [panel.as_html(self.suffix) for panel in panels]
         return tag("div", *figures, class_="grid")
 
@@ -203,13 +206,13 @@ def section(entries: Sequence[PageRun]) -> Html:
     grids: list[Html] = []
     for number, (stage, members) in enumerate(by_stage.items()):
         suffix = f"-{number}" if number else ""
-        charts = _stage_charts(suffix, members)
+        charts = _build_stage_charts(suffix, members)
         panels += charts.as_json()
         if len(by_stage) > 1:
             grids.append(tag("h3", stage.upper() or "other", class_="stage"))
         grids.append(charts.as_html())
-    controls = [_run_switches(entries), _TOOLS]
-    data = _script_data(panels, entries)
+    controls = [_render_run_switches(entries), _TOOLS]
+    data = _build_script_data(panels, entries)
     return page_section(
         "curves",
         "Curves",
@@ -220,7 +223,7 @@ def section(entries: Sequence[PageRun]) -> Html:
     )
 
 
-def _stage_charts(suffix: str, entries: Sequence[PageRun]) -> _StageCharts:
+def _build_stage_charts(suffix: str, entries: Sequence[PageRun]) -> _StageCharts:
     runs = [entry.run for entry in entries]
     shown: list[Panel] = []
     drawn: set[str] = set()
@@ -241,7 +244,7 @@ def _stage_charts(suffix: str, entries: Sequence[PageRun]) -> _StageCharts:
     return _StageCharts(suffix, [entry.number for entry in entries], shown, folded)
 
 
-def _run_switches(entries: Sequence[PageRun]) -> Html:
+def _render_run_switches(entries: Sequence[PageRun]) -> Html:
     if len(entries) == 1:
         return Html("")
     switches = [Html('<legend class="visually-hidden">runs</legend>')]
@@ -251,7 +254,7 @@ def _run_switches(entries: Sequence[PageRun]) -> Html:
     return tag("fieldset", *switches)
 
 
-def _script_data(panels: Sequence[dict[str, object]], entries: Sequence[PageRun]) -> str:
+def _build_script_data(panels: Sequence[dict[str, object]], entries: Sequence[PageRun]) -> str:
     curves = []
     for entry in entries:
         fields = compact_json(entry.run.series).removeprefix("{")

@@ -41,7 +41,7 @@ def style(word: str, colour: str, *, bold: bool = True) -> _Styled:
 
 def echo(*parts: str, err: bool = False, nl: bool = True, redactor: Redactor | None = None) -> None:
     """Print text without secrets: most of what is shown quotes what users wrote."""
-    redactor = _redactor(redactor)
+    redactor = _choose_redactor(redactor)
     clean: list[str] = []
     for part in parts:
         if isinstance(part, _Styled):
@@ -52,7 +52,7 @@ def echo(*parts: str, err: bool = False, nl: bool = True, redactor: Redactor | N
     _write("".join(clean), err=err, nl=nl)
 
 
-def _redactor(redactor: Redactor | None) -> Redactor:
+def _choose_redactor(redactor: Redactor | None) -> Redactor:
     """What is secret to a plan or a run; without either, to the environment of this process."""
     if redactor is None:
         return redaction.of_process()
@@ -78,7 +78,7 @@ def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
 def print_envelope(
     command: str, ok: bool, findings: Iterable[Finding], data: Any, redactor: Redactor | None = None
 ) -> None:
-    redactor = _redactor(redactor)
+    redactor = _choose_redactor(redactor)
     envelope = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -106,7 +106,7 @@ def print_json(data: Any) -> None:
 
 def annotate(findings: Iterable[Finding], redactor: Redactor | None = None) -> None:
     """Print findings as GitHub's workflow commands: annotations of a pull request."""
-    redactor = _redactor(redactor)
+    redactor = _choose_redactor(redactor)
     for finding in findings:
         command = workflow_command(finding.naming_variables(redactor), Path.cwd())
         _write(redactor.redact(printable(command, commands=True)))
@@ -171,7 +171,7 @@ def say_aside(text: str) -> None:
 
 
 def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None) -> None:
-    redactor = _redactor(redactor)
+    redactor = _choose_redactor(redactor)
     # what launch sets is said by the lines of the plan
     printed = [finding for finding in findings if finding.code != "derived"]
     named = tuple(finding.naming_variables(redactor) for finding in printed)
@@ -184,7 +184,7 @@ def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None
             _write(folded(f"  help: {finding.help}"), err=True)
 
 
-def _title(plan: Plan) -> str:
+def _format_title(plan: Plan) -> str:
     machine = "the CPU"
     if plan.gpus:
         machine = "1 GPU" if plan.gpus == 1 else f"{plan.gpus} GPUs"
@@ -193,7 +193,7 @@ def _title(plan: Plan) -> str:
     return f"{plan.title} on {machine}, deepspeed {plan.stage.options.deepspeed_name}"
 
 
-def _rows_and_steps(plan: Plan) -> str:
+def _format_rows_and_steps(plan: Plan) -> str:
     rows = "unknown number of rows"
     if plan.rows is not None:
         rows = f"{plan.rows:,} rows"
@@ -203,7 +203,7 @@ def _rows_and_steps(plan: Plan) -> str:
     return f"{rows}, {steps}"
 
 
-def _batch(plan: Plan) -> str:
+def _format_batch(plan: Plan) -> str:
     processes = "1 process" if plan.processes == 1 else f"{plan.processes} processes"
     each = f"{plan.per_device} rows x {plan.accumulation} accumulated"
     return f"{each} x {processes} = {plan.global_batch} rows"
@@ -212,10 +212,10 @@ def _batch(plan: Plan) -> str:
 def plan_lines(plan: Plan) -> list[str]:
     """The plan, the source and the derived values with their reasons, one fact a line."""
     lines = [
-        _title(plan),
+        _format_title(plan),
         f"source: {plan.stage.upstream.describe()}",
-        f"batch: {_batch(plan)} a step",
-        f"data: {_rows_and_steps(plan)}",
+        f"batch: {_format_batch(plan)} a step",
+        f"data: {_format_rows_and_steps(plan)}",
     ]
     for name, derived in plan.derived.items():
         lines.append(f"set: {name}={derived.value}  ({derived.why})")
@@ -227,8 +227,8 @@ def print_plan(plan: Plan, log: Path) -> None:
     source = plan.stage.upstream
     place = f", {shorten(source.root)}" if source.is_checkout and source.root is not None else ""
     lines = [
-        f"{_title(plan)}, {source.name}{place}",
-        f"batch: {_batch(plan)}; {_rows_and_steps(plan)}",
+        f"{_format_title(plan)}, {source.name}{place}",
+        f"batch: {_format_batch(plan)}; {_format_rows_and_steps(plan)}",
     ]
     names = plan.stage.entry.names
     values = []
@@ -289,30 +289,30 @@ def print_table(
     for name in columns:
         values = [row.get(name) for row in rows]
         if values.count(None) < len(values):
-            texts.append([name, *map(_cell_text, values)])
-    bands = _bands([max(map(len, column)) for column in texts])
+            texts.append([name, *map(_format_cell, values)])
+    bands = _split_into_bands([max(map(len, column)) for column in texts])
     for number, band in enumerate(bands):
         lines = [""] if number else []
-        padded = [_pad(texts[column]) for column in band]
+        padded = [_pad_texts(texts[column]) for column in band]
         for cells in zip(*padded, strict=True):
             lines.append("  ".join(cells).rstrip())
-        for line in _redactor(redactor).redact(lines):
+        for line in _choose_redactor(redactor).redact(lines):
             _write(line)
 
 
-def _pad(texts: Sequence[str]) -> list[str]:
+def _pad_texts(texts: Sequence[str]) -> list[str]:
     width = max(map(len, texts))
     return [text.ljust(width) for text in texts]
 
 
-def _cell_text(value: object) -> str:
+def _format_cell(value: object) -> str:
     if value is None:
         return "-"
     text = printable(str(value)).replace("\n", " ")
     return text.removeprefix(f"{os.getcwd()}/")
 
 
-def _bands(widths: Sequence[int]) -> list[list[int]]:
+def _split_into_bands(widths: Sequence[int]) -> list[list[int]]:
     """The columns that stand beside each other, by number; the first one leads every band."""
     room = math.inf
     if sys.stdout.isatty():

@@ -24,12 +24,12 @@ def section(entries: Sequence[PageRun]) -> Html:
             if point.get("name") == POINT:
                 if len(entries) > 1:
                     parts.append(tag("h3", entry.heading))
-                parts.append(_evaluation(point))
+                parts.append(_render_evaluation(point))
                 break
     return page_section(KEY, "Evaluation", *parts)
 
 
-def _evaluation(point: Json) -> Html:
+def _render_evaluation(point: Json) -> Html:
     detail = as_mapping(point.get("detail"))
     state = str(point.get("state"))
     word = _WORDS.get(state, state.replace("_", " "))
@@ -43,11 +43,11 @@ def _evaluation(point: Json) -> Html:
     values = as_mapping(detail.get("metrics"))
     gates = [as_mapping(gate) for gate in as_list(detail.get("gates"))]
     rows = _Metrics(values, gates).rows()
-    parts.append(_metrics_table(rows[:_SHOWN]))
+    parts.append(_render_metrics_table(rows[:_SHOWN]))
     folded = rows[_SHOWN:]
     if folded:
         title = f"{len(folded)} more numbers"
-        parts.append(details(title, _metrics_table(folded)))
+        parts.append(details(title, _render_metrics_table(folded)))
     for title, key in (("metrics", "metrics_file"), ("log", "log")):
         if detail.get(key):
             path = tag("code", detail[key])
@@ -55,7 +55,7 @@ def _evaluation(point: Json) -> Html:
     return join(parts)
 
 
-def _metrics_table(rows: Sequence[Sequence[object]]) -> Html:
+def _render_metrics_table(rows: Sequence[Sequence[object]]) -> Html:
     head = ("metric", sections.right("value"), sections.right("±"), "expected", "")
     return table(head, rows, "wide")
 
@@ -76,30 +76,30 @@ class _Metrics:
             name = str(gate.get("name") or gate.get("metric"))
             expected = str(gate.get("expected"))
             word = sections.word("ok" if gate.get("ok") is True else "fail")
-            rows.append(self._row(name, gate.get("value"), expected, word))
+            rows.append(self._build_row(name, gate.get("value"), expected, word))
         for name, value in self.values.items():
             if name not in gated and not _is_error(name):
-                rows.append(self._row(name, value, "", ""))
+                rows.append(self._build_row(name, value, "", ""))
         return rows
 
-    def _row(self, name: str, value: object, expected: str, word: object) -> list[object]:
+    def _build_row(self, name: str, value: object, expected: str, word: object) -> list[object]:
         return [
             tag("th", tag("code", name), scope="row"),
-            _number(value, "value"),
-            _number(self.values.get(_error_name(name)), "±"),
+            _render_number(value, "value"),
+            _render_number(self.values.get(_derive_error_name(name)), "±"),
             tag("td", expected, class_="mono", data_label="expected"),
             tag("td", word if expected else ""),
         ]
 
 
-def _number(value: object, label: str) -> Html:
+def _render_number(value: object, label: str) -> Html:
     shown = "–"
     if isinstance(value, int | float) and not isinstance(value, bool):
         shown = figure(float(value))
     return tag("td", shown, class_="number", data_label=label)
 
 
-def _error_name(name: str) -> str:
+def _derive_error_name(name: str) -> str:
     """The name of a metric's standard error in lm-evaluation-harness: `task/acc_stderr,none`."""
     measure, comma, kind = name.partition(",")
     return f"{measure}_stderr{comma}{kind}"

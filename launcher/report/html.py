@@ -51,12 +51,12 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = 
     """A table; a cell that is Html and begins with `<t` is a cell already."""
     body = []
     for first, *others in rows:
-        cells = [_cell(first, "th", scope="row")]
-        cells += map(_cell, others)
+        cells = [_render_cell(first, "th", scope="row")]
+        cells += map(_render_cell, others)
         body.append(tag("tr", *cells))
     if not body:
         return Html("")
-    titles = join(_cell(title, "th", scope="col") for title in head)
+    titles = join(_render_cell(title, "th", scope="col") for title in head)
     parts = [tag("thead", tag("tr", titles)), tag("tbody", *body)]
     element = tag("table", *parts, class_=kind)
     if "wide" in kind:
@@ -64,7 +64,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = 
     return tag("div", element, class_="scroll", tabindex="0")
 
 
-def _cell(value: object, name: str = "td", **attributes: str) -> Html:
+def _render_cell(value: object, name: str = "td", **attributes: str) -> Html:
     if isinstance(value, Html) and value.startswith(("<td", "<th")):
         return value
     return tag(name, value, **attributes)

@@ -40,7 +40,7 @@ def print_verdict(verdict: Verdict, name: str) -> None:
         printed = {cause.text, cause.help, *cause.repeated}
     unreached = summary.unreached(record)
     for point in summary.failed_first(record):
-        lines = _point_lines(point)
+        lines = _describe_point(point)
         if point["name"] in unreached or (point["ok"] is True and not lines):
             continue
         _print_point(point, outcome)
@@ -95,7 +95,7 @@ def _print_point(point: summary.Point, outcome: str) -> None:
     echo(folded(state), mark, folded(expected))
 
 
-def _point_lines(point: summary.Point) -> list[str]:
+def _describe_point(point: summary.Point) -> list[str]:
     lines = []
     kind = BY_NAME.get(str(point["name"]))
     if kind is not None and kind.on_terminal:

@@ -165,7 +165,7 @@ class View:
         parts = [self.title, self.progress.describe()]
         if not self.progress.step and self.progress.hang is None:
             # a wait without a word looks like a hang
-            parts = [self.title, *_phase(self.progress)]
+            parts = [self.title, *_format_phase(self.progress)]
         text = "   ".join(parts)
         line = self.redactor.redact(printable(text)).replace("\n", " ")
         now = time.monotonic()
@@ -187,30 +187,30 @@ def panel(
 ) -> list[Text]:
     """The lines on a terminal: progress, loss, machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
-    head = _head(progress, console.width - len(title), plain=plain)
-    first = _line([title, *head])
+    head = _format_head(progress, console.width - len(title), plain=plain)
+    first = _format_line([title, *head])
     first.stylize("bold", 0, len(title))
     lines = [first]
     if progress.step:
-        lines.append(_line(_figures(progress, plain=plain)))
-        machine = _machine(progress)
+        lines.append(_format_line(_format_figures(progress, plain=plain)))
+        machine = _format_machine(progress)
         if machine:
-            lines.append(_line(machine))
+            lines.append(_format_line(machine))
     if progress.hang is not None:
         said = progress.hang
         if redactor is not None:
             said = redactor.redact(said)
-        hang = _line([f"hangs: {said}"])
+        hang = _format_line([f"hangs: {said}"])
         hang.stylize("bold red")
         lines.append(hang)
     if progress.shown:
-        lines.append(_proofs(progress))
+        lines.append(_format_proofs(progress))
     if tracker:
-        lines.append(_line([tracker]))
+        lines.append(_format_line([tracker]))
     return lines
 
 
-def _line(parts: Sequence[str]) -> Text:
+def _format_line(parts: Sequence[str]) -> Text:
     from rich.text import Text
 
     return Text(_clean_line("   ".join(parts)), no_wrap=True, overflow="ellipsis")
@@ -220,17 +220,17 @@ def _clean_line(text: str) -> str:
     return redact(printable(text)).replace("\n", " ")
 
 
-def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
+def _format_head(progress: Progress, width: int, *, plain: bool) -> list[str]:
     """Bar, step and both clocks within `width` columns; before the first step the phase."""
     if not progress.step:
-        return _phase(progress)
+        return _format_phase(progress)
     step = f"step {progress.step:,}"
     if progress.total:
         step += f"/{progress.total:,}"
     parts = [step]
     if progress.epoch is not None:
         parts.append(f"epoch {progress.epoch:.2f}")
-    parts += _elapsed(progress)
+    parts += _format_elapsed(progress)
     if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
@@ -246,27 +246,27 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
     return [bar, *parts]
 
 
-def _phase(progress: Progress) -> list[str]:
+def _format_phase(progress: Progress) -> list[str]:
     parts = [progress.phase]
     if progress.phase in _USUAL:
         parts = [f"{progress.phase} ({_USUAL[progress.phase]})"]
     if progress.since is not None and progress.since != progress.began:
-        parts.append(_clock_since(progress.since))
-    return parts + _elapsed(progress)
+        parts.append(_format_clock_since(progress.since))
+    return parts + _format_elapsed(progress)
 
 
-def _elapsed(progress: Progress) -> list[str]:
+def _format_elapsed(progress: Progress) -> list[str]:
     if progress.began is None:
         return []
-    return [f"{_clock_since(progress.began)} elapsed"]
+    return [f"{_format_clock_since(progress.began)} elapsed"]
 
 
-def _clock_since(moment: float) -> str:
+def _format_clock_since(moment: float) -> str:
     """How long ago a moment was, in seconds since the epoch."""
     return format_clock(max(0.0, time.time() - moment))
 
 
-def _figures(progress: Progress, *, plain: bool) -> list[str]:
+def _format_figures(progress: Progress, *, plain: bool) -> list[str]:
     loss = progress.loss_text()
     curve = "" if plain else sparkline(progress.losses)
     parts = [f"{loss} {curve}".strip(), *progress.preferences()]
@@ -277,7 +277,7 @@ def _figures(progress: Progress, *, plain: bool) -> list[str]:
     return parts
 
 
-def _machine(progress: Progress) -> list[str]:
+def _format_machine(progress: Progress) -> list[str]:
     parts = []
     if progress.tokens_per_second:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
@@ -293,9 +293,9 @@ def _machine(progress: Progress) -> list[str]:
     return parts
 
 
-def _proofs(progress: Progress) -> Text:
+def _format_proofs(progress: Progress) -> Text:
     proofs = ", ".join(f"{name} {state}" for name, state in progress.shown.items())
-    line = _line([f"so far: {proofs}"])
+    line = _format_line([f"so far: {proofs}"])
     line.stylize("dim")
     for point in POINTS:
         line.highlight_words(point.alarming, "bold red")

@@ -68,15 +68,15 @@ class Paper:
 
     def text(self, parts: Sequence[Span]) -> None:
         """Text of any length behind a line at the left; trained parts are marked."""
-        gutter = Span(f"  {self._drawn(GUTTER)} ", "quiet")
-        for line in _lines(self._clean_parts(parts)):
+        gutter = Span(f"  {self._replace_drawn(GUTTER)} ", "quiet")
+        for line in _split_lines(self._clean_parts(parts)):
             if self.colour:
                 self._print_wrapped(gutter, line)
             else:
-                text = gutter.text + "".join(_bracketed(line))
+                text = gutter.text + "".join(_bracket_trained(line))
                 console.say(text.rstrip())
 
-    def _drawn(self, text: str) -> str:
+    def _replace_drawn(self, text: str) -> str:
         if self._is_ascii:
             for drawn, plain in _ASCII.items():
                 text = text.replace(drawn, plain)
@@ -85,29 +85,29 @@ class Paper:
     def _clean_parts(self, parts: Sequence[Span]) -> list[Span]:
         clean = []
         for part in parts:
-            text = self._drawn(self._redactor.redact(printable(part.text)))
+            text = self._replace_drawn(self._redactor.redact(printable(part.text)))
             clean.append(Span(text, part.style))
         return clean
 
     def _print(self, parts: Sequence[Span]) -> None:
         # the terminal wraps it
-        _terminal().print(_rich(parts), soft_wrap=True)
+        _make_terminal().print(_convert_to_rich(parts), soft_wrap=True)
 
     def _print_wrapped(self, gutter: Span, line: Sequence[Span]) -> None:
-        terminal = _terminal()
+        terminal = _make_terminal()
         room = max(20, terminal.width - len(gutter.text))
-        for wrapped in _rich(line).wrap(terminal, room, overflow="fold"):
-            terminal.print(_rich([gutter]) + wrapped, soft_wrap=True)
+        for wrapped in _convert_to_rich(line).wrap(terminal, room, overflow="fold"):
+            terminal.print(_convert_to_rich([gutter]) + wrapped, soft_wrap=True)
 
 
-def _terminal() -> Console:
+def _make_terminal() -> Console:
     from rich.console import Console
 
     # whether there is colour was decided before: an empty NO_COLOR forbids none
     return Console(highlight=False, no_color=False)
 
 
-def _rich(parts: Sequence[Span]) -> Text:
+def _convert_to_rich(parts: Sequence[Span]) -> Text:
     from rich.text import Text
 
     text = Text()
@@ -117,7 +117,7 @@ def _rich(parts: Sequence[Span]) -> Text:
     return text
 
 
-def _lines(parts: Sequence[Span]) -> Iterator[list[Span]]:
+def _split_lines(parts: Sequence[Span]) -> Iterator[list[Span]]:
     """The lines of a text; a trained end of a line is shown, as nothing else of it could be."""
     line: list[Span] = []
     for part in parts:
@@ -135,7 +135,7 @@ def _lines(parts: Sequence[Span]) -> Iterator[list[Span]]:
         yield line
 
 
-def _bracketed(line: Sequence[Span]) -> Iterator[str]:
+def _bracket_trained(line: Sequence[Span]) -> Iterator[str]:
     """A line with brackets around what is trained; trained parts beside each other share them."""
     inside = False
     for part in line:

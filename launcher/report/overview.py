@@ -65,7 +65,7 @@ def list_rows(folders: Sequence[RunFolder]) -> list[Row]:
         try:
             row = cache.read_row(folder)
         except Exception as error:
-            row = _unreadable_row(folder, error)
+            row = _build_unreadable_row(folder, error)
         if row is not None:
             campaign = campaigns.get(folder.path)
             rows.append({**row, "part_of": str(campaign) if campaign else None})
@@ -89,17 +89,17 @@ class _RowCache:
     def read_row(self, folder: RunFolder) -> Row | None:
         """The row of a run; None if the run never began."""
         path = str(folder.path)
-        stamp = _stamp(folder)
+        stamp = _stamp_folder(folder)
         if stamp is not None:
             entry = self.saved.part(path)
             row = entry.part("row")
             if entry.get("stamp") == stamp and _is_row(row, path):
                 manifest = Manifest(entry.part("manifest"))
-                return row | _current_columns(manifest)
+                return row | _read_current_columns(manifest)
         if not rundir.has_begun(folder):
             return None
         manifest = rundir.read_manifest(folder)
-        columns = _lasting_columns(folder, manifest)
+        columns = _read_lasting_columns(folder, manifest)
         is_over = columns["state"] in _RECORDED and not folder.job.exists()
         if stamp is not None and is_over:
             self.added[path] = {
@@ -107,7 +107,7 @@ class _RowCache:
                 "manifest": {name: manifest.get(name) for name in _CACHED_FIELDS},
                 "row": columns,
             }
-        return columns | _current_columns(manifest)
+        return columns | _read_current_columns(manifest)
 
     def save(self) -> None:
         if not self.added:
@@ -153,7 +153,7 @@ def _is_row(cached: Record, path: str) -> bool:
     return True
 
 
-def _unreadable_row(folder: RunFolder, error: Exception) -> Row:
+def _build_unreadable_row(folder: RunFolder, error: Exception) -> Row:
     """The row of a run whose records cannot be read, with the reason as its outcome."""
     reason = brief(f"{type(error).__name__}: {error}")
     row: Row = dict.fromkeys(_ROW_KINDS)
@@ -169,7 +169,7 @@ def _unreadable_row(folder: RunFolder, error: Exception) -> Row:
     return row
 
 
-def _stamp(folder: RunFolder) -> str | None:
+def _stamp_folder(folder: RunFolder) -> str | None:
     """A text that changes with every file written into a run folder; None while it may change."""
     try:
         changed = folder.path.stat().st_mtime_ns
@@ -192,7 +192,7 @@ def group_rows(rows: Sequence[Row]) -> list[list[Row]]:
 def summarize(group: Sequence[Row], *, runs_only: bool = False) -> Row:
     """One line for a group of rows; with `runs_only`, for its first run."""
     first = group[0]
-    states = [_state_word(row) for row in group]
+    states = [_format_state(row) for row in group]
     if runs_only or first["part_of"] is None:
         return {**first, "state": states[0], "verdict": first["outcome"]}
     name = Path(first["part_of"]).name
@@ -205,7 +205,7 @@ def summarize(group: Sequence[Row], *, runs_only: bool = False) -> Row:
     }
 
 
-def _state_word(row: Row) -> str:
+def _format_state(row: Row) -> str:
     # nothing in a table explains `unknown`
     state = str(row["state"])
     return "unknown here" if state == "unknown" else state
@@ -218,10 +218,10 @@ def _count_words(words: Iterable[str | None]) -> str | None:
 
 def read_row(folder: RunFolder) -> Row:
     manifest = rundir.read_manifest(folder)
-    return _lasting_columns(folder, manifest) | _current_columns(manifest)
+    return _read_lasting_columns(folder, manifest) | _read_current_columns(manifest)
 
 
-def _current_columns(manifest: Manifest) -> Row:
+def _read_current_columns(manifest: Manifest) -> Row:
     """The columns that depend on the time of the question."""
     checkpoint = None
     if manifest.output is not None and exists(manifest.output):
@@ -231,10 +231,10 @@ def _current_columns(manifest: Manifest) -> Row:
         written = checkpoints.last_written(str(manifest.backend), manifest.output)
         if written is not None:
             checkpoint = format_age(time.time() - written)
-    return {"age": _age(manifest.created), "checkpoint": checkpoint}
+    return {"age": _format_age_since(manifest.created), "checkpoint": checkpoint}
 
 
-def _lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
+def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's: that of all steady steps and ranks
@@ -242,7 +242,7 @@ def _lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
     state = read_state(folder, progress, number)
     verdict = Record()
     if state in _ENDED:
-        verdict = _verdict_of(folder, number)
+        verdict = _read_verdict(folder, number)
     loss = verdict.figure("metrics", "last_loss")
     if loss is None:
         loss = progress.loss
@@ -276,7 +276,7 @@ def _lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
     }
 
 
-def _verdict_of(folder: RunFolder, number: int) -> Record:
+def _read_verdict(folder: RunFolder, number: int) -> Record:
     """The verdict of an attempt; empty if the file is still that of the attempt before."""
     verdict = Record(rundir.read_json(folder.verdict))
     is_concluded = folder.concluded(number).exists()
@@ -294,13 +294,13 @@ def read_state(
     no heartbeat lately.
     """
     job = slurm.job_of(folder)
-    jobs = None if job is None else _jobs(int(time.monotonic()))
+    jobs = None if job is None else _list_jobs(int(time.monotonic()))
     if job is not None and jobs is not None:
         word = slurm.run_state(jobs.get(job))
         if word is not None:
             return word
     second = int(time.monotonic())
-    if runner.is_alive(folder.path, lambda: _marks(second)):
+    if runner.is_alive(folder.path, lambda: _list_marks(second)):
         return "orphaned" if runner.is_orphaned(folder) else "running"
     state = read_end_state(folder, progress, number)
     if state == "lost" and runner.unknown_state(folder) is not None:
@@ -355,13 +355,13 @@ def _is_last_attempt(folder: RunFolder) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _jobs(_second: int) -> dict[str, str] | None:
+def _list_jobs(_second: int) -> dict[str, str] | None:
     """The jobs of the queue; one squeue serves a whole list of runs."""
     return slurm.job_states()
 
 
 @lru_cache(maxsize=1)
-def _marks(_second: int) -> frozenset[str]:
+def _list_marks(_second: int) -> frozenset[str]:
     """The marks of all processes; one look serves a whole list of runs."""
     return process.live_marks()
 
@@ -388,7 +388,7 @@ def read_last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = 
         progress.add_event(events.parse_event(line) or {})
 
 
-def _age(created: object) -> str | None:
+def _format_age_since(created: object) -> str | None:
     try:
         moment = datetime.datetime.fromisoformat(str(created))
         age = datetime.datetime.now(datetime.UTC) - moment

@@ -54,9 +54,9 @@ def render(runs: Sequence[Run], lead: Lead | None = None) -> str:
     if lead is None:
         title = f"{len(runs)} runs"
         if len(runs) == 1:
-            title = _title(runs[0])
+            title = _choose_title(runs[0])
         lead = Lead(title=title)
-    entries = _page_runs(runs, lead)
+    entries = _build_page_runs(runs, lead)
     body = {
         "curves": charts.section(entries),
         "verdict": sections.verdicts(entries),
@@ -71,28 +71,28 @@ def render(runs: Sequence[Run], lead: Lead | None = None) -> str:
     if len(runs) == 1 and runs[0].verdict.get("status") != "pass":
         # a run that did not pass begins with its verdict
         body = {"verdict": body["verdict"], **body}
-    parts = [_head(lead, entries, body), _lead(lead)]
+    parts = [_render_head(lead, entries, body), _render_lead(lead)]
     for entry in entries:
-        parts.append(_banner(entry, several=len(runs) > 1))
-    parts.append(_overview(entries))
+        parts.append(_render_banner(entry, several=len(runs) > 1))
+    parts.append(_render_overview(entries))
     parts.append(tag("main", *body.values()))
-    return _document(lead.title, join(parts))
+    return _build_document(lead.title, join(parts))
 
 
-def _page_runs(runs: Sequence[Run], lead: Lead) -> list[PageRun]:
-    titles = [lead.names.get(run.path) or _title(run) for run in runs]
+def _build_page_runs(runs: Sequence[Run], lead: Lead) -> list[PageRun]:
+    titles = [lead.names.get(run.path) or _choose_title(run) for run in runs]
     if len(set(titles)) < len(runs):
         titles = [run.name for run in runs]
     return [PageRun(number, titles[number], run) for number, run in enumerate(runs)]
 
 
-def _document(title: str, body: Html) -> str:
-    style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
+def _build_document(title: str, body: Html) -> str:
+    style = _read_asset("uPlot.min.css") + "\n" + _read_asset("report.css")
     # the licence of uPlot asks to go where its code goes
-    licence = f"/*! uPlot: {_asset('uPlot.LICENSE')} */\n"
-    script = licence + _asset("uPlot.min.js") + "\n" + _asset("report.js")
+    licence = f"/*! uPlot: {_read_asset('uPlot.LICENSE')} */\n"
+    script = licence + _read_asset("uPlot.min.js") + "\n" + _read_asset("report.js")
     policy = (
-        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        f"default-src 'none'; script-src {_hash_source(script)}; style-src {_hash_source(style)}; "
         "base-uri 'none'; form-action 'none'"
     )
     return (
@@ -122,33 +122,33 @@ def write(runs: Sequence[Run], path: Path, lead: Lead | None = None) -> None:
 
 
 @lru_cache
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=4)
-def _digest(content: str) -> str:
+def _hash_source(content: str) -> str:
     """The content as a source that the policy allows."""
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _title(run: Run) -> str:
+def _choose_title(run: Run) -> str:
     if not run.manifest:
         return run.name
     name = str(run.manifest.get("name") or run.name)
     title = titled(run.stage or "", name)
-    model = _model(run)
+    model = _read_model(run)
     if model and title == run.stage:
         return f"{title} of {Path(str(model)).name}"
     return title
 
 
-def _model(run: Run) -> object:
+def _read_model(run: Run) -> object:
     return as_mapping(run.arguments.get("model_name_or_path")).get("value")
 
 
-def _head(lead: Lead, entries: Sequence[PageRun], body: Mapping[str, Html]) -> Html:
+def _render_head(lead: Lead, entries: Sequence[PageRun], body: Mapping[str, Html]) -> Html:
     title: list[object] = [lead.title]
     subtitle: list[object] = []
     if lead.decision:
@@ -174,7 +174,7 @@ def _head(lead: Lead, entries: Sequence[PageRun], body: Mapping[str, Html]) -> H
     return tag("header", tag("div", *parts), class_="top")
 
 
-def _banner(entry: PageRun, *, several: bool) -> Html:
+def _render_banner(entry: PageRun, *, several: bool) -> Html:
     """Why the run did not pass, what to do about it, the evidence and the end of the log."""
     run = entry.run
     cause = summary.cause(run.verdict)
@@ -201,13 +201,13 @@ def _banner(entry: PageRun, *, several: bool) -> Html:
     return tag("section", *parts, class_=f"banner {colour}", aria_label="what went wrong")
 
 
-def _lead(lead: Lead) -> Html:
+def _render_lead(lead: Lead) -> Html:
     parts: list[Html] = [tag("p", line) for line in lead.lines]
     for rows in lead.tables:
         columns = list(rows[0]) if rows else []
         cells = []
         for row in rows:
-            cells.append([_lead_cell(name, row.get(name)) for name in columns])
+            cells.append([_render_lead_cell(name, row.get(name)) for name in columns])
         parts.append(table(columns, cells, "lead"))
     if not parts:
         return Html("")
@@ -227,7 +227,7 @@ _WORD_COLOURS = {
 }
 
 
-def _lead_cell(name: str, value: object) -> Html:
+def _render_lead_cell(name: str, value: object) -> Html:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = figure(value)
     shown = "–" if value is None else str(value)
@@ -242,10 +242,10 @@ def _lead_cell(name: str, value: object) -> Html:
 _FIGURES = ("steps", "first loss", "last loss", "tokens/s", "peak GiB", "time")
 
 
-def _overview(entries: Sequence[PageRun]) -> Html:
+def _render_overview(entries: Sequence[PageRun]) -> Html:
     """One line a run: how it ended, and its main figures."""
     several = len(entries) > 1
-    models = {str(_model(entry.run)) for entry in entries}
+    models = {str(_read_model(entry.run)) for entry in entries}
     # a model that all runs share would only take room
     with_model = not several or len(models) > 1
     head: list[object] = ["run" if several else "stage", "verdict"]
@@ -257,13 +257,13 @@ def _overview(entries: Sequence[PageRun]) -> Html:
     first_of_stage: dict[str | None, Sequence[float | None]] = {}
     for entry in entries:
         run = entry.run
-        figures = _figures(run)
+        figures = _collect_figures(run)
         reference = first_of_stage.setdefault(run.stage, figures)
         outcome = summary.outcome(run.verdict) if run.verdict else "unproven"
-        row = [_run_cell(entry, several=several), tag("td", sections.word(outcome))]
-        row += _figure_cells(figures, reference)
+        row = [_render_run_cell(entry, several=several), tag("td", sections.word(outcome))]
+        row += _render_figure_cells(figures, reference)
         if with_model:
-            row.append(tag("td", _model(run) or "–", data_label="model", class_="value"))
+            row.append(tag("td", _read_model(run) or "–", data_label="model", class_="value"))
         created = str(run.manifest.get("created") or "–")
         created = created.replace("T", " ").replace("+00:00", " UTC")
         row.append(tag("td", created, data_label="started", class_="time"))
@@ -271,7 +271,7 @@ def _overview(entries: Sequence[PageRun]) -> Html:
     return table(head, rows, "overview")
 
 
-def _run_cell(entry: PageRun, *, several: bool) -> Html:
+def _render_run_cell(entry: PageRun, *, several: bool) -> Html:
     run = entry.run
     if not several:
         return tag("th", run.stage or "–", scope="row")
@@ -281,7 +281,7 @@ def _run_cell(entry: PageRun, *, several: bool) -> Html:
     return tag("th", heading, scope="row", class_="run")
 
 
-def _figures(run: Run) -> list[float | None]:
+def _collect_figures(run: Run) -> list[float | None]:
     """The numbers of `_FIGURES`; the last one in hours."""
     measured = series.measured_figures(run)
     rate = measured["tokens_per_second"]
@@ -297,7 +297,9 @@ def _figures(run: Run) -> list[float | None]:
     ]
 
 
-def _figure_cells(figures: Sequence[float | None], reference: Sequence[float | None]) -> list[Html]:
+def _render_figure_cells(
+    figures: Sequence[float | None], reference: Sequence[float | None]
+) -> list[Html]:
     """The figures, each with its difference from that of the first run of the stage."""
     cells = []
     for label, number, first in zip(_FIGURES, figures, reference, strict=True):

@@ -140,10 +140,10 @@ class Progress:
     def add_event(self, event: Mapping[str, Any]) -> None:
         """Add an event as `runs.events.parse_event` gives it."""
         name = event.get("event")
-        moment = _number(event.get("t"))
+        moment = _read_number(event.get("t"))
         state = event.get("state")
         if name == "start":
-            self._start(event, moment)
+            self._start_attempt(event, moment)
         if self.foreign:
             return
         if name == "hang":
@@ -162,7 +162,7 @@ class Progress:
         elif name == "data_rows" and isinstance(event.get("kept"), int) and self.rows is not None:
             self.rows = event["kept"]
         elif name == "device":
-            self.card_gib = _number(event.get("total_gib"))
+            self.card_gib = _read_number(event.get("total_gib"))
         elif name == "saved" and moment is not None:
             self._add_saved(str(event.get("path")), moment)
         elif name == "liger" and isinstance(event.get("calls"), dict):
@@ -173,10 +173,10 @@ class Progress:
                 if name in point.events:
                     self.shown[point.label] = str(state)
 
-    def _start(self, event: Mapping[str, Any], moment: float | None) -> None:
+    def _start_attempt(self, event: Mapping[str, Any], moment: float | None) -> None:
         """Forget what an earlier attempt did."""
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
-        self.world = int(_number(event.get("world")) or 0) or self.world
+        self.world = int(_read_number(event.get("world")) or 0) or self.world
         self.step = 0
         self.times = []
         self.exit = None
@@ -195,16 +195,16 @@ class Progress:
 
     def _add_step(self, event: Mapping[str, Any], moment: float | None) -> None:
         self.step = event["step"]
-        self.memory_gib = _number(event.get("allocated_gib"))
+        self.memory_gib = _read_number(event.get("allocated_gib"))
         for name in ("grad_norm", "learning_rate", "margin", "accuracy"):
-            value = _number(event.get(name))
+            value = _read_number(event.get(name))
             if value is not None:
                 setattr(self, name, value)
-        self.add_loss(self.step, _number(event.get("loss")))
+        self.add_loss(self.step, _read_number(event.get("loss")))
         step = StepTime(
-            elapsed=_number(event.get("elapsed")) or 0.0,
-            tokens=_number(event.get("tokens")) or 0.0,
-            seconds=_number(event.get("seconds")),
+            elapsed=_read_number(event.get("elapsed")) or 0.0,
+            tokens=_read_number(event.get("tokens")) or 0.0,
+            seconds=_read_number(event.get("seconds")),
             interrupted=event.get("interrupted") is True,
         )
         self.times = [*self.times, step][-WINDOW:]
@@ -257,7 +257,7 @@ class Progress:
         if logged is None:
             return
         for name, value in _LOGGED_VALUE.findall(logged[0]):
-            number = _finite(value)
+            number = _parse_finite(value)
             if name == b"epoch":
                 self.logged_epoch = number
             elif name == b"rewards/margins":
@@ -352,11 +352,11 @@ class Progress:
         return "   ".join(parts)
 
 
-def _number(value: object) -> float | None:
+def _read_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _finite(text: bytes) -> float | None:
+def _parse_finite(text: bytes) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -386,16 +386,16 @@ def read_last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, 
         # a secret in the first line may be cut in two
         partial = lines.pop(0)
     shown = []
-    for line in _clean(b"\n".join(lines), redactor).splitlines():
+    for line in _clean_text(b"\n".join(lines), redactor).splitlines():
         if line.strip():
             shown.append(_shorten(line))
     if not shown and partial:
-        end = _clean(partial, redactor)[-_LINE_CHARS:]
+        end = _clean_text(partial, redactor)[-_LINE_CHARS:]
         shown.append(f"... the begin of this line left out ... {end}")
     return tuple(shown[-TAIL_LINES:])
 
 
-def _clean(raw: bytes, redactor: Redactor) -> str:
+def _clean_text(raw: bytes, redactor: Redactor) -> str:
     return redactor.redact(printable(raw.decode(errors="replace")))
 
 

@@ -32,7 +32,7 @@ _PACKAGES = (
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?", "stopped": "■"}
 
 
-def _for_each(
+def _render_each(
     entries: Sequence[PageRun], render: Callable[[PageRun], Html], *, is_judged: bool = False
 ) -> Html:
     """A part of every run; of several, each is folded below its name.
@@ -88,25 +88,26 @@ def verdicts(entries: Sequence[PageRun]) -> Html:
         return Html("")
     parts = []
     if len(judged) > 1:
-        parts.append(_points_matrix(judged))
-    parts.append(_for_each(entries, _points_table, is_judged=True))
+        parts.append(_render_points_matrix(judged))
+    parts.append(_render_each(entries, _render_points_table, is_judged=True))
     return page_section("verdict", "Verdict", join(parts))
 
 
-def _points_matrix(entries: Sequence[PageRun]) -> Html:
+def _render_points_matrix(entries: Sequence[PageRun]) -> Html:
+    """A row for each point, a column for each run."""
     rows: dict[str, list[object]] = {}
     dashes = ["–"] * len(entries)
-    head: list[object] = ["point"]
     for column, entry in enumerate(entries, start=1):
-        head.append(entry.mark)
-        for point in summary.points(entry.run.verdict):
+        run = entry.run
+        for point in summary.points(run.verdict):
             name = str(point.get("name"))
             row = rows.setdefault(name, [name, *dashes])
-            row[column] = _ok(point, entry.run, point.get("state"))
-    return table(head, rows.values())
+            row[column] = _render_ok(point, run, point.get("state"))
+    marks = [entry.mark for entry in entries]
+    return table(["point", *marks], rows.values())
 
 
-def _points_table(entry: PageRun) -> Html:
+def _render_points_table(entry: PageRun) -> Html:
     rows = []
     for point in summary.failed_first(entry.run.verdict):
         expected = point.get("expected") or "–"
@@ -115,14 +116,14 @@ def _points_table(entry: PageRun) -> Html:
                 point.get("name"),
                 tag("td", point.get("state"), class_="mono", data_label="state"),
                 tag("td", expected, class_="mono", data_label="expected"),
-                tag("td", _ok(point, entry.run)),
-                _reasons(point),
+                tag("td", _render_ok(point, entry.run)),
+                _render_reasons(point),
             ]
         )
     return table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
 
 
-def _ok(point: Json, run: Run, state: object = None) -> Html:
+def _render_ok(point: Json, run: Run, state: object = None) -> Html:
     """Whether a point is as expected, by colour and sign, and beside it the state, if given."""
     ok = point.get("ok")
     if ok is True and not summary.is_wanted(point):
@@ -138,7 +139,7 @@ def _ok(point: Json, run: Run, state: object = None) -> Html:
     return join([word(status), " ", state])
 
 
-def _reasons(point: Json) -> Html:
+def _render_reasons(point: Json) -> Html:
     """What is known of a point, in sentences; the evidence is folded below."""
     detail = as_mapping(point.get("detail"))
     lines: list[object] = [summary.sentence(point)]
@@ -178,10 +179,10 @@ _ENDS = {"length": "cut off", "interrupted": "interrupted"}
 
 def samples(entries: Sequence[PageRun]) -> Html:
     """What a model answered before and after its training, and what the data set answers."""
-    return page_section("samples", "Before and after", _for_each(entries, _samples))
+    return page_section("samples", "Before and after", _render_each(entries, _render_samples))
 
 
-def _samples(entry: PageRun) -> Html:
+def _render_samples(entry: PageRun) -> Html:
     record = entry.run.samples
     parts: list[object] = []
     if record.get("from"):
@@ -195,11 +196,11 @@ def _samples(entry: PageRun) -> Html:
         parts.append(tag("p", f"There are not all answers: {record['failed']}", class_="soft"))
     for prompt in map(as_mapping, as_list(record.get("prompts"))):
         if prompt.get("before") or prompt.get("after"):
-            parts.append(_sample(prompt))
+            parts.append(_render_sample(prompt))
     return join(parts)
 
 
-def _sample(prompt: Json) -> Html:
+def _render_sample(prompt: Json) -> Html:
     messages = as_list(prompt.get("messages"))
     texts = []
     for message in map(as_mapping, messages):
@@ -210,9 +211,9 @@ def _sample(prompt: Json) -> Html:
     answers = []
     for when in ("before", "after"):
         answer = as_mapping(prompt.get(when))
-        answers.append(_answer(when, answer.get("text"), answer.get("ended")))
+        answers.append(_render_answer(when, answer.get("text"), answer.get("ended")))
     if prompt.get("expected"):
-        answers.append(_answer("in the data set", prompt["expected"], None))
+        answers.append(_render_answer("in the data set", prompt["expected"], None))
     parts = [
         tag("pre", "\n\n".join(texts), class_="prompt", tabindex="0"),
         tag("div", *answers, class_="answers"),
@@ -220,7 +221,7 @@ def _sample(prompt: Json) -> Html:
     return tag("article", *parts, class_="sample")
 
 
-def _answer(title: str, text: object, ended: object) -> Html:
+def _render_answer(title: str, text: object, ended: object) -> Html:
     heading: list[object] = [title]
     note = _ENDS.get(str(ended))
     if note:
@@ -274,13 +275,13 @@ def plans(entries: Sequence[PageRun]) -> Html:
         if any(run.has(key) for run in runs):
             keys.append(key)
     if len(runs) == 1:
-        shown = _plan_of_one(runs[0], keys)
+        shown = _render_plan_of_one(runs[0], keys)
     else:
-        shown = _plan_of_several(runs, keys)
+        shown = _render_plan_of_several(runs, keys)
     return page_section("plan", "Plan and measurement", shown)
 
 
-def _plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
+def _render_plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
     rows: list[list[object]] = []
     for key in keys:
         planned = run.planned.get(key)
@@ -300,7 +301,7 @@ def _plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
     return table(head, rows, "figures")
 
 
-def _plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Html:
+def _render_plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Html:
     head: list[object] = [""]
     for key in keys:
         head.append(tag("th", _QUANTITIES[key], scope="col", class_="number fold"))
@@ -344,16 +345,16 @@ class _ArgumentTables:
             value = None
             if item is not None:
                 items.append(item)
-                value = _yaml(item.get("value"))
+                value = _format_yaml(item.get("value"))
             marks_by_value.setdefault(value, []).append(entry.mark)
         name = tag("code", key)
         origins = [str(item.get("origin", "")) for item in items]
         is_set = not all(origin.startswith("default: ") for origin in origins)
         values = marks_by_value.keys() - {None}
         if len(marks_by_value) > 1 and (is_set or len(values) > 1):
-            self.differing.append([name, _values_cell(marks_by_value)])
+            self.differing.append([name, _render_values_cell(marks_by_value)])
             return
-        value = tag("code", _yaml(items[0].get("value")))
+        value = tag("code", _format_yaml(items[0].get("value")))
         cell = tag("td", value, class_="value")
         rows = self.alike if is_set else self.defaults
         rows.append([name, cell, origins[0]])
@@ -386,7 +387,7 @@ def arguments(entries: Sequence[PageRun]) -> Html:
     return page_section("arguments", "Arguments", join(parts))
 
 
-def _values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
+def _render_values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
     """The values of an argument, each beside the runs that have it."""
     items = []
     for value, marks in marks_by_value.items():
@@ -395,7 +396,7 @@ def _values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
     return tag("td", tag("ul", *items, class_="cites"))
 
 
-def _yaml(value: object) -> str:
+def _format_yaml(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -406,7 +407,7 @@ def findings(entries: Sequence[PageRun]) -> Html:
     rows = []
     for entry in entries:
         for finding in map(as_mapping, as_list(entry.run.manifest.get("findings"))):
-            row = _finding_row(finding)
+            row = _render_finding_row(finding)
             rows.append([entry.mark, *row] if several else row)
     head = ["finding", "place", ""]
     if several:
@@ -414,7 +415,7 @@ def findings(entries: Sequence[PageRun]) -> Html:
     return page_section("findings", "Findings", table(head, rows, "wide"))
 
 
-def _finding_row(finding: Json) -> list[object]:
+def _render_finding_row(finding: Json) -> list[object]:
     place = str(finding.get("file") or "")
     if finding.get("line"):
         place += f":{finding['line']}"
@@ -426,15 +427,15 @@ def _finding_row(finding: Json) -> list[object]:
 
 
 def versions(entries: Sequence[PageRun]) -> Html:
-    return page_section("versions", "Versions and command", _for_each(entries, _versions))
+    return page_section("versions", "Versions and command", _render_each(entries, _render_versions))
 
 
-def _versions(entry: PageRun) -> Html:
+def _render_versions(entry: PageRun) -> Html:
     manifest = entry.run.manifest
     if not manifest:
         return Html("")
     rows = []
-    for name, value in _facts(entry.run).items():
+    for name, value in _collect_facts(entry.run).items():
         if value:
             rows.append([name, value])
     parts: list[object] = [table(("", ""), rows, "wide facts")]
@@ -442,12 +443,12 @@ def _versions(entry: PageRun) -> Html:
     typed = as_list(manifest.get("launch_argv"))
     if typed:
         parts.append(tag("h3", "Command"))
-        parts.append(_command(f"typed-{entry.number}", folder, typed))
+        parts.append(_render_command(f"typed-{entry.number}", folder, typed))
     argv = as_list(manifest.get("argv"))
     if argv:
-        variables = _comma_joined(manifest.get("env")) or "no variable"
+        variables = _join_by_comma(manifest.get("env")) or "no variable"
         where = f"{folder}, with {variables} set"
-        command = _command(f"command-{entry.number}", where, argv)
+        command = _render_command(f"command-{entry.number}", where, argv)
         if typed:
             parts.append(details(tag("h3", "What it started"), command))
         else:
@@ -455,7 +456,7 @@ def _versions(entry: PageRun) -> Html:
     return join(parts)
 
 
-def _facts(run: Run) -> dict[str, object]:
+def _collect_facts(run: Run) -> dict[str, object]:
     """Where a run comes from and how it ended; what is empty is not shown."""
     manifest = run.manifest
     source = as_mapping(manifest.get("upstream"))
@@ -474,22 +475,22 @@ def _facts(run: Run) -> dict[str, object]:
     host = filter(None, [machine.get("host"), machine.get("system")])
     return {
         "source": title,
-        "changed files": _comma_joined(source.get("changed_files")),
+        "changed files": _join_by_comma(source.get("changed_files")),
         "where": source.get("root"),
         "launch": manifest.get("launch_commit"),
         "trainer": python,
-        "packages": _comma_joined(versions),
-        "machine": _comma_joined(list(host)),
+        "packages": _join_by_comma(versions),
+        "machine": _join_by_comma(list(host)),
         "GPUs": "; ".join(map(str, as_list(machine.get("gpus")))),
         "stage file": manifest.get("config"),
         "model folder": manifest.get("output"),
         "attempt": manifest.get("attempt"),
-        "ended": _end(run.ended),
+        "ended": _format_end(run.ended),
         "tracker": link(run.tracker) if run.tracker else None,
     }
 
 
-def _end(ended: Json) -> str:
+def _format_end(ended: Json) -> str:
     if not ended:
         return ""
     parts = [f"exit code {ended.get('returncode')}"]
@@ -500,11 +501,11 @@ def _end(ended: Json) -> str:
     return ", ".join(parts)
 
 
-def _comma_joined(values: object) -> str:
+def _join_by_comma(values: object) -> str:
     return ", ".join(map(str, as_list(values)))
 
 
-def _command(key: str, where: str, argv: Iterable[object]) -> Html:
+def _render_command(key: str, where: str, argv: Iterable[object]) -> Html:
     parts = [
         tag("p", where, class_="soft"),
         tag("pre", shlex.join(map(str, argv)), id=key, tabindex="0"),

@@ -108,7 +108,7 @@ def load_runs(targets: Sequence[str]) -> list[Run]:
         if members:
             paths += [member.path for member in members]
         else:
-            paths.append(_resolve(target))
+            paths.append(_resolve_target(target))
     runs = []
     for path in paths:
         try:
@@ -118,7 +118,7 @@ def load_runs(targets: Sequence[str]) -> list[Run]:
     return rename_duplicates(runs)
 
 
-def _resolve(target: str) -> Path:
+def _resolve_target(target: str) -> Path:
     path = Path(target)
     if is_file(path) or any(exists(path / name) for name in _RUN_FILES):
         return path
@@ -286,7 +286,7 @@ def measured_figures(run: Run) -> dict[str, float | None]:
     Memory is the peak in GiB. `hours` is the whole last attempt, loading and saving included.
     `wasted_share` and `mfu` are shares of 1; `logged_tokens_per_second` is upstream's own figure.
     """
-    rows_per_step = _mean(run.series.columns.get("rows", ()))
+    rows_per_step = _compute_mean(run.series.columns.get("rows", ()))
     if rows_per_step is not None and run.stage in PAIRED:
         # the plan counts rows of the data; a batch of DPO holds two sequences of each
         rows_per_step /= 2
@@ -295,22 +295,22 @@ def measured_figures(run: Run) -> dict[str, float | None]:
         "processes": run.ranks,
         "rows_per_step": rows_per_step,
         "steps": finite(run.verdict.get("steps")),
-        "tokens_per_step": _mean(run.series.columns.get("tokens", ())),
+        "tokens_per_step": _compute_mean(run.series.columns.get("tokens", ())),
         "peak_gib": finite(metrics.get("peak_allocated_gib")),
         "reserved_gib": finite(metrics.get("peak_reserved_gib")),
-        "hours": _hours(run.ended),
+        "hours": _compute_hours(run.ended),
     }
     for name in _METRICS:
         figures[name] = finite(metrics.get(name))
     return figures
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _compute_mean(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _hours(ended: Mapping[str, Any]) -> float | None:
+def _compute_hours(ended: Mapping[str, Any]) -> float | None:
     try:
         start = datetime.datetime.fromisoformat(str(ended["started"]))
         end = datetime.datetime.fromisoformat(str(ended["ended"]))
@@ -362,12 +362,12 @@ def compact_json(series: Series) -> str:
     """The JSON form with no more digits than a curve can show: half of the bytes."""
     columns = []
     for name, values in series.columns.items():
-        digits = ",".join(map(_seven_digits, values))
+        digits = ",".join(map(_format_seven_digits, values))
         columns.append(f"{json.dumps(name)}:[{digits}]")
     steps = ",".join(map(str, series.steps))
     nonfinite = ",".join(map(str, series.nonfinite))
     return f'{{"steps":[{steps}],"columns":{{{",".join(columns)}}},"nonfinite":[{nonfinite}]}}'
 
 
-def _seven_digits(value: float | None) -> str:
+def _format_seven_digits(value: float | None) -> str:
     return "null" if value is None else f"{value:.7g}"

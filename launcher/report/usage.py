@@ -58,35 +58,38 @@ def section(entries: Sequence[PageRun]) -> Html:
         if not path.is_dir():
             continue
         for machine in RunFolder(path).nodes():
-            charts = _charts(usage.read_usage(machine))
+            charts = _build_charts(usage.read_usage(machine))
             if not charts:
                 continue
             node = "" if machine.path == path else f" {machine.path.name}"
             if len(entries) > 1 or node:
                 parts.append(tag("h3", entry.heading, node))
-            parts.append(tag("div", *map(_chart_figure, charts), class_="grid"))
-            parts.append(_statistics(charts))
+            parts.append(tag("div", *map(_render_chart, charts), class_="grid"))
+            parts.append(_render_statistics(charts))
     return page_section(KEY, "Machine", *parts)
 
 
-def _charts(samples: Sequence[UsageSample]) -> list[UsageChart]:
+def _build_charts(samples: Sequence[UsageSample]) -> list[UsageChart]:
     if len(samples) < 2:
         return []
     totals = [sample.memory_total_gib or 0.0 for sample in samples]
     memory_top = max(totals) or None
-    cpu = _host_line(samples, lambda sample: _percent(sample.cpu))
-    memory = _host_line(samples, lambda sample: sample.memory_gib)
+    gpu_busy = _build_gpu_lines(samples, lambda gpu: _to_percent(gpu.busy))
+    gpu_memory = _build_gpu_lines(samples, lambda gpu: gpu.memory_gib)
+    gpu_power = _build_gpu_lines(samples, lambda gpu: gpu.power_w)
+    cpu = _build_host_line(samples, lambda sample: _to_percent(sample.cpu))
+    memory = _build_host_line(samples, lambda sample: sample.memory_gib)
     charts = [
-        UsageChart("GPU busy", "%", _gpu_lines(samples, lambda gpu: _percent(gpu.busy)), 100.0),
-        UsageChart("GPU memory", "GiB", _gpu_lines(samples, lambda gpu: gpu.memory_gib)),
-        UsageChart("GPU power", "W", _gpu_lines(samples, lambda gpu: gpu.power_w)),
+        UsageChart("GPU busy", "%", gpu_busy, 100.0),
+        UsageChart("GPU memory", "GiB", gpu_memory),
+        UsageChart("GPU power", "W", gpu_power),
         UsageChart("processor busy", "%", cpu, 100.0),
         UsageChart("host memory", "GiB", memory, memory_top),
     ]
     return [chart for chart in charts if chart.lines]
 
 
-def _host_line(
+def _build_host_line(
     samples: Sequence[UsageSample], value_of: Callable[[UsageSample], float | None]
 ) -> list[UsageLine]:
     start = samples[0].t
@@ -95,10 +98,10 @@ def _host_line(
         value = value_of(sample)
         if value is not None:
             points.append(UsagePoint(sample.t - start, value))
-    return _drawable({"": points})
+    return _keep_drawable({"": points})
 
 
-def _gpu_lines(
+def _build_gpu_lines(
     samples: Sequence[UsageSample], value_of: Callable[[GpuSample], float | None]
 ) -> list[UsageLine]:
     start = samples[0].t
@@ -109,72 +112,72 @@ def _gpu_lines(
             if value is not None:
                 points = by_gpu.setdefault(gpu.index, [])
                 points.append(UsagePoint(sample.t - start, value))
-    return _drawable({f"GPU {index}": by_gpu[index] for index in sorted(by_gpu)})
+    return _keep_drawable({f"GPU {index}": by_gpu[index] for index in sorted(by_gpu)})
 
 
-def _drawable(by_label: Mapping[str, Sequence[UsagePoint]]) -> list[UsageLine]:
+def _keep_drawable(by_label: Mapping[str, Sequence[UsagePoint]]) -> list[UsageLine]:
     """The lines of two points or more."""
     return [UsageLine(label, points) for label, points in by_label.items() if len(points) > 1]
 
 
-def _percent(share: float | None) -> float | None:
+def _to_percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _chart_figure(chart: UsageChart) -> Html:
+def _render_chart(chart: UsageChart) -> Html:
     labels = []
     for number, line in enumerate(chart.lines):
         if line.label:
-            labels.append(tag("span", line.label, class_=_colour(number)))
+            labels.append(tag("span", line.label, class_=_choose_colour(number)))
     unit = tag("span", f" {chart.unit}", class_="unit")
     title = join([chart.title, unit])
     caption = [tag("h3", title)]
     if labels:
         caption.append(tag("span", *labels, class_="lines"))
     figcaption = tag("figcaption", *caption)
-    return tag("figure", figcaption, _svg(chart), class_="usage")
+    return tag("figure", figcaption, _render_svg(chart), class_="usage")
 
 
-def _colour(number: int) -> str:
+def _choose_colour(number: int) -> str:
     return f"line{number % COLOURS}"
 
 
-def _svg(chart: UsageChart) -> Html:
+def _render_svg(chart: UsageChart) -> Html:
     duration = max(line.points[-1].seconds for line in chart.lines) or 1.0
-    top = chart.top or _largest_value(chart) or 1.0
-    parts = list(_axes(duration, top))
+    top = chart.top or _find_largest_value(chart) or 1.0
+    parts = list(_render_axes(duration, top))
     for number, line in enumerate(chart.lines):
-        for stretch in _split_at_gaps(_thin(line.points)):
-            places = " ".join(_place(point, duration, top) for point in stretch)
-            parts.append(f'<polyline class="{_colour(number)}" points="{places}"/>')
-    label = text(f"{chart.title} over {_clock(duration)}")
+        for stretch in _split_at_gaps(_thin_points(line.points)):
+            places = " ".join(_place_point(point, duration, top) for point in stretch)
+            parts.append(f'<polyline class="{_choose_colour(number)}" points="{places}"/>')
+    label = text(f"{chart.title} over {_format_duration(duration)}")
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
     return Html(f'<svg class="usage" {box}>{"".join(parts)}</svg>')
 
 
-def _largest_value(chart: UsageChart) -> float:
+def _find_largest_value(chart: UsageChart) -> float:
     return max(point.value for line in chart.lines for point in line.points)
 
 
-def _axes(duration: float, top: float) -> Iterable[str]:
+def _render_axes(duration: float, top: float) -> Iterable[str]:
     """Three horizontal rules with their values, and the clock below."""
     for share in (0.0, 0.5, 1.0):
         y = _TOP + _PLOT_HEIGHT * (1 - share)
         value = text(figure(share * top, 3))
         yield f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value}</text>'
-    end = text(_clock(duration))
+    end = text(_format_duration(duration))
     yield f'<text x="{_LEFT}" y="{_HEIGHT - 4}">0</text>'
     yield f'<text x="{_WIDTH}" y="{_HEIGHT - 4}" text-anchor="end">{end}</text>'
 
 
-def _place(point: UsagePoint, duration: float, top: float) -> str:
+def _place_point(point: UsagePoint, duration: float, top: float) -> str:
     x = _LEFT + _PLOT_WIDTH * max(0.0, point.seconds) / duration
     y = _TOP + _PLOT_HEIGHT * (1 - min(1.0, point.value / top))
     return f"{x:.1f},{y:.1f}"
 
 
-def _thin(points: Sequence[UsagePoint]) -> list[UsagePoint]:
+def _thin_points(points: Sequence[UsagePoint]) -> list[UsagePoint]:
     """At most `_POINTS` points: of each group of neighbours the end and the mean."""
     size = -(-len(points) // _POINTS)
     thinned = []
@@ -200,7 +203,7 @@ def _split_at_gaps(points: Sequence[UsagePoint]) -> list[list[UsagePoint]]:
     return stretches
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 2 * 3600:
@@ -208,7 +211,7 @@ def _clock(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _statistics(charts: Sequence[UsageChart]) -> Html:
+def _render_statistics(charts: Sequence[UsageChart]) -> Html:
     rows = []
     for chart in charts:
         for line in chart.lines:

@@ -91,7 +91,7 @@ class Verdict:
 
     def with_points(self, points: Iterable[Point]) -> Verdict:
         points = tuple(points)
-        status = _status(point.ok for point in points)
+        status = _combine_status(point.ok for point in points)
         return replace(self, points=points, status=status)
 
     def as_json(self) -> dict[str, object]:
@@ -115,7 +115,7 @@ def read_verdict(data: Json) -> Verdict | None:
     return verdict
 
 
-def _observer(point: PointType) -> Observe:
+def _find_observer(point: PointType) -> Observe:
     module = import_module(point.observed_in)
     observe: Observe = getattr(module, f"observe_{point.name}")
     return observe
@@ -137,7 +137,7 @@ def judge_evidence(
         if kind.needs_plan and state is None and evidence.manifest.processes is None:
             # of a log alone, the plan is unknown
             continue
-        observe = _observer(kind)
+        observe = _find_observer(kind)
         if state == ANY:
             state = None
             observation = replace(observe(evidence, None), unwanted=False)
@@ -148,7 +148,7 @@ def judge_evidence(
             continue
         points.append(_judge_point(kind, state, observation))
     return Verdict(
-        status=_status(point.ok for point in points),
+        status=_combine_status(point.ok for point in points),
         stage=stage,
         steps=evidence.last_step,
         points=tuple(points),
@@ -200,7 +200,7 @@ def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
     return Exit.VERDICT
 
 
-def _status(oks: Iterable[bool | None]) -> Status:
+def _combine_status(oks: Iterable[bool | None]) -> Status:
     states = set(oks)
     if False in states:
         return "fail"
@@ -255,7 +255,7 @@ def _judge_point(kind: PointType, expected: str | None, observation: Observation
             ok = _meets(kind, expected, observation)
     detail = observation.detail
     if ok is not True:
-        reasons = _reasons(expected, observation)
+        reasons = _explain_point(expected, observation)
         # first, and not to be replaced
         detail = {**reasons, **detail, **reasons}
     return Point(
@@ -268,7 +268,7 @@ def _judge_point(kind: PointType, expected: str | None, observation: Observation
     )
 
 
-def _reasons(expected: str | None, observation: Observation) -> dict[str, str]:
+def _explain_point(expected: str | None, observation: Observation) -> dict[str, str]:
     """Why a point is not as expected, and what to do about it, as far as that is known."""
     if expected == NOT_SHOWN:
         return {"reason": "what was requested is unknown: its record is missing"}

@@ -1,7 +1,8 @@
 """The point `data`: whether rows and steps are as planned, and can train what was meant."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from launcher.config.keys import PAIRED
@@ -54,17 +55,17 @@ class Doubt:
 
 def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
     doubts = [
-        *_rows(evidence),
-        *_masked_rows(evidence),
-        *_steps(evidence),
-        *_batches(evidence),
-        *_first_rows(evidence),
-        *_reference(evidence),
-        *_first_loss(evidence),
-        *_flat(evidence),
-        *_learning_rates(evidence),
+        *_doubt_dropped_rows(evidence),
+        *_doubt_masked_rows(evidence),
+        *_doubt_steps(evidence),
+        *_doubt_batches(evidence),
+        *_doubt_first_rows(evidence),
+        *_doubt_reference(evidence),
+        *_doubt_first_loss(evidence),
+        *_doubt_flat_rewards(evidence),
+        *_doubt_learning_rates(evidence),
     ]
-    detail = _detail(evidence)
+    detail = _collect_detail(evidence)
     if not doubts:
         events = evidence.last_events("data_rows") or evidence.last_events("data")
         if not events:
@@ -86,21 +87,21 @@ def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
     )
 
 
-def _first_event(evidence: Evidence, name: str) -> Event | None:
+def _find_first_event(evidence: Evidence, name: str) -> Event | None:
     """The last event of this name of the first rank that wrote one."""
     for event in evidence.last_events(name):
         return event
     return None
 
 
-def _count(event: Event | None, name: str) -> int:
+def _read_count(event: Event | None, name: str) -> int:
     value = event.number(name) if event is not None else None
     return int(value or 0)
 
 
-def _detail(evidence: Evidence) -> dict[str, object]:
+def _collect_detail(evidence: Evidence) -> dict[str, object]:
     detail: dict[str, object] = {}
-    rows = _first_event(evidence, "data_rows")
+    rows = _find_first_event(evidence, "data_rows")
     planned_rows = evidence.manifest.plan.rows
     if rows is not None:
         detail |= {"given": rows.fields.get("given"), "kept": rows.fields.get("kept")}
@@ -111,21 +112,21 @@ def _detail(evidence: Evidence) -> dict[str, object]:
     masked = len(evidence.signals("row_masked"))
     if masked:
         detail["masked_rows"] = masked
-    counts = _sums(evidence)
+    counts = _sum_counts(evidence)
     for name in ("pairs", "equal_pairs", "unlabelled", "full_rows", "rows"):
         if counts.get(name):
             detail["counted_rows" if name == "rows" else name] = counts[name]
     return detail
 
 
-def _share(part: float, whole: float) -> str:
+def _format_share(part: float, whole: float) -> str:
     return f"{part:,.0f} of {whole:,.0f}"
 
 
 # -- rows and steps beside the plan
 
 
-def _masked_rows(evidence: Evidence) -> Iterator[Doubt]:
+def _doubt_masked_rows(evidence: Evidence) -> Iterator[Doubt]:
     """Conversations whose answers open-instruct cannot find: each is masked whole, and dropped."""
     lines = evidence.signals("row_masked")
     planned = evidence.manifest.plan.rows
@@ -135,28 +136,28 @@ def _masked_rows(evidence: Evidence) -> Iterator[Doubt]:
     yield Doubt(
         state="fewer",
         certain=len(lines) >= HALF * planned,
-        reason=f"the answers of {_share(len(lines), planned)} conversations could not be found in "
-        "the text that the chat template makes of them, so that they are dropped",
+        reason=f"the answers of {_format_share(len(lines), planned)} conversations could not be "
+        "found in the text that the chat template makes of them, so that they are dropped",
         help="see what the template makes of a row (`launch preview FILE`), or choose another one; "
         f"{_ACCEPT}",
         cites=lines[:3],
     )
 
 
-def _rows(evidence: Evidence) -> Iterator[Doubt]:
-    event = _first_event(evidence, "data_rows")
+def _doubt_dropped_rows(evidence: Evidence) -> Iterator[Doubt]:
+    event = _find_first_event(evidence, "data_rows")
     if event is None:
         return
-    rows = _count(event, "given")
-    dropped = rows - _count(event, "kept")
+    rows = _read_count(event, "given")
+    dropped = rows - _read_count(event, "kept")
     if dropped > FEW * rows:
         limit = event.number("max_length")
         length = f" (max_length {limit:.0f})" if limit else ""
         yield Doubt(
             state="fewer",
             certain=dropped >= HALF * rows,
-            reason=f"the trainer dropped {_share(dropped, rows)} rows{length}: "
-            f"{_drop_reason(event)}",
+            reason=f"the trainer dropped {_format_share(dropped, rows)} rows{length}: "
+            f"{_explain_dropped_rows(event)}",
             help="raise the maximal length, shorten the prompts, or drop those rows yourself; "
             f"{_ACCEPT}",
             cites=(event,),
@@ -175,13 +176,13 @@ def _rows(evidence: Evidence) -> Iterator[Doubt]:
         yield Doubt(
             state="fewer",
             certain=rows <= HALF * planned,
-            reason=f"the trainer read {_share(rows, planned)} planned rows",
+            reason=f"the trainer read {_format_share(rows, planned)} planned rows",
             help=f"check which files and splits the data set has; {_ACCEPT}",
             cites=(event,),
         )
 
 
-def _drop_reason(event: Event) -> str:
+def _explain_dropped_rows(event: Event) -> str:
     steps = ""
     for part in as_list(event.fields.get("dropped")):
         steps += f"{as_mapping(part).get('while', '')}\n"
@@ -192,7 +193,7 @@ def _drop_reason(event: Event) -> str:
     return "its filters took them out, as rows without any label within the maximal length"
 
 
-def _steps(evidence: Evidence) -> Iterator[Doubt]:
+def _doubt_steps(evidence: Evidence) -> Iterator[Doubt]:
     planned = evidence.manifest.steps
     steps = evidence.last_step
     end = find_ending(evidence)
@@ -213,25 +214,25 @@ def _steps(evidence: Evidence) -> Iterator[Doubt]:
 # -- what the probe saw of the batches
 
 
-def _sums(evidence: Evidence) -> Mapping[str, int]:
+def _sum_counts(evidence: Evidence) -> Mapping[str, int]:
     """Over all ranks and micro-batches."""
     names = ("micro_batches", "pairs", "rows", "unlabelled", "equal_pairs", "full_rows")
     sums = dict.fromkeys(names, 0)
     for event in evidence.last_events("data"):
         for name in names:
-            sums[name] += _count(event, name)
+            sums[name] += _read_count(event, name)
     return sums
 
 
-def _batches(evidence: Evidence) -> Iterator[Doubt]:
-    sums = _sums(evidence)
+def _doubt_batches(evidence: Evidence) -> Iterator[Doubt]:
+    sums = _sum_counts(evidence)
     events = evidence.last_events("data")
     batches = sums["micro_batches"]
     unlabelled = sums["unlabelled"]
     if batches and unlabelled > ODD_SHARE * batches:
         yield Doubt(
             certain=unlabelled == batches,
-            reason=f"no token had a label in {_share(unlabelled, batches)} micro-batches",
+            reason=f"no token had a label in {_format_share(unlabelled, batches)} micro-batches",
             help="check the chat template and its assistant mask, and the maximal length, which "
             "may cut every answer",
             cites=events,
@@ -241,7 +242,7 @@ def _batches(evidence: Evidence) -> Iterator[Doubt]:
     if pairs and equal > ODD_SHARE * pairs:
         yield Doubt(
             certain=equal >= HALF * pairs,
-            reason=f"chosen and rejected are equal in {_share(equal, pairs)} pairs",
+            reason=f"chosen and rejected are equal in {_format_share(equal, pairs)} pairs",
             help="such a pair teaches nothing: check which columns the answers come from, and "
             "remove equal pairs",
             cites=events,
@@ -304,34 +305,41 @@ _ODD_ROWS = (
 )
 
 
-def _first_rows(evidence: Evidence) -> Iterator[Doubt]:
+def _doubt_first_rows(evidence: Evidence) -> Iterator[Doubt]:
     events = evidence.last_events("data")
-    counts: dict[str, int] = {}
+    counts = _count_first_rows(events)
+    for odd in _ODD_ROWS:
+        count = counts[odd.name]
+        total = counts[odd.of]
+        if total < LEAST_ROWS or count <= odd.share * total:
+            continue
+        rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
+        reason = f"{_format_share(count, total)} {rows} that were read {odd.text}"
+        yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
+
+
+def _count_first_rows(events: Iterable[Event]) -> Counter[str]:
+    """What all ranks counted in the first rows that they read."""
+    counts = Counter[str]()
     for event in events:
         for name, value in as_mapping(event.fields.get("first")).items():
             if isinstance(value, int):
-                counts[name] = counts.get(name, 0) + value
-    counts["whole_rows"] = counts.get("ended", 0) + counts.get("endless", 0)
-    for odd in _ODD_ROWS:
-        count = counts.get(odd.name, 0)
-        total = counts.get(odd.of, 0)
-        if total >= LEAST_ROWS and count > odd.share * total:
-            rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
-            reason = f"{_share(count, total)} {rows} that were read {odd.text}"
-            yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
+                counts[name] += value
+    counts["whole_rows"] = counts["ended"] + counts["endless"]
+    return counts
 
 
 # -- DPO's reference, and what it shows at the first step
 
 
-def _reference(evidence: Evidence) -> Iterator[Doubt]:
-    event = _first_event(evidence, "reference_precision")
+def _doubt_reference(evidence: Evidence) -> Iterator[Doubt]:
+    event = _find_first_event(evidence, "reference_precision")
     dtype = None if event is None else event.text("dtype")
     if event is None or dtype not in HALF_PRECISION_BITS:
         return
     size = event.number("mean") or 0.0
-    error = _rounding_error(size, HALF_PRECISION_BITS[dtype])
-    beta = _beta(evidence)
+    error = _compute_rounding_error(size, HALF_PRECISION_BITS[dtype])
+    beta = _read_beta(evidence)
     if beta * error < ROUNDED_LOSS:
         return
     yield Doubt(
@@ -345,14 +353,14 @@ def _reference(evidence: Evidence) -> Iterator[Doubt]:
     )
 
 
-def _rounding_error(size: float, bits: int) -> float:
+def _compute_rounding_error(size: float, bits: int) -> float:
     """The largest error of a number of this size, in its own unit, if it keeps so many bits."""
     if size < 1:
         return 0.0
     return 2.0 ** (math.floor(math.log2(size)) - bits)
 
 
-def _beta(evidence: Evidence) -> float:
+def _read_beta(evidence: Evidence) -> float:
     beta = evidence.manifest.argument("beta")
     return beta if isinstance(beta, int | float) else USUAL_BETA
 
@@ -364,19 +372,19 @@ _REFERENCE_HELP = (
 )
 
 
-def _first_loss(evidence: Evidence) -> Iterator[Doubt]:
+def _doubt_first_loss(evidence: Evidence) -> Iterator[Doubt]:
     """Doubts about the reference, by DPO's first step.
 
     A policy that has not moved is its own reference: its rewards are 0, and its loss is ln 2.
     """
-    reward = _first_rewards(evidence)
+    reward = _doubt_first_rewards(evidence)
     if reward is not None:
         yield reward
         return
-    first = _sigmoid_step(evidence)
+    first = _find_sigmoid_step(evidence)
     if first is None or first.loss is None:
         return
-    allowed = _allowed_difference(evidence)
+    allowed = _compute_allowed_difference(evidence)
     if abs(first.loss - LN2) <= allowed:
         return
     yield Doubt(
@@ -387,8 +395,8 @@ def _first_loss(evidence: Evidence) -> Iterator[Doubt]:
     )
 
 
-def _first_rewards(evidence: Evidence) -> Doubt | None:
-    line = _first_line(evidence)
+def _doubt_first_rewards(evidence: Evidence) -> Doubt | None:
+    line = _find_first_line(evidence)
     if line is None:
         return None
     rewards = []
@@ -407,7 +415,7 @@ def _first_rewards(evidence: Evidence) -> Doubt | None:
     )
 
 
-def _first_line(evidence: Evidence) -> StepLine | None:
+def _find_first_line(evidence: Evidence) -> StepLine | None:
     """The logged step 1 of a fresh DPO under HF Trainer; None if it is a mean of several steps."""
     log = evidence.log
     if log is None or not log.numbered or not log.steps or evidence.stage not in PAIRED:
@@ -420,7 +428,7 @@ def _first_line(evidence: Evidence) -> StepLine | None:
     return first
 
 
-def _sigmoid_step(evidence: Evidence) -> ProbeStep | StepLine | None:
+def _find_sigmoid_step(evidence: Evidence) -> ProbeStep | StepLine | None:
     """Step 1, if its loss must be ln 2."""
     manifest = evidence.manifest
     if manifest.stage in PAIRED:
@@ -429,7 +437,7 @@ def _sigmoid_step(evidence: Evidence) -> ProbeStep | StepLine | None:
         for record in evidence.records:
             if record.steps and record.steps[0].step == 1:
                 return record.steps[0]
-        return _first_line(evidence)
+        return _find_first_line(evidence)
     if manifest or evidence.records or evidence.arguments.get("packing") == "True":
         # of a run of launch, the probe compared it, with the point `reference_cache`
         return None
@@ -452,23 +460,23 @@ def _is_plain_sigmoid(evidence: Evidence) -> bool:
     )
 
 
-def _allowed_difference(evidence: Evidence) -> float:
+def _compute_allowed_difference(evidence: Evidence) -> float:
     """How far rounding moves the first loss: hardly if one batch gives both log-probs."""
     if not evidence.manifest.argument("precompute_ref_log_probs"):
         return FIRST_LOSS
-    return ROUNDED_LOSS * max(1.0, _beta(evidence) / USUAL_BETA)
+    return ROUNDED_LOSS * max(1.0, _read_beta(evidence) / USUAL_BETA)
 
 
-def _flat(evidence: Evidence) -> Iterator[Doubt]:
+def _doubt_flat_rewards(evidence: Evidence) -> Iterator[Doubt]:
     """Doubts about a DPO whose margins and accuracies stay 0, with a loss that stays ln 2."""
     lines = evidence.lines
     if len(lines) < FLAT_LINES:
         return
     for line in lines:
-        margin = _reward(line, "rewards_margin")
+        margin = _read_reward(line, "rewards_margin")
         if margin is None or abs(margin) > FLAT:
             return
-        if _reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
+        if _read_reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
             return
     yield Doubt(
         certain=True,
@@ -479,7 +487,7 @@ def _flat(evidence: Evidence) -> Iterator[Doubt]:
     )
 
 
-def _reward(line: StepLine, name: str) -> float | None:
+def _read_reward(line: StepLine, name: str) -> float | None:
     for key in REWARDS[name]:
         if key in line.extra:
             return line.extra[key]
@@ -496,19 +504,19 @@ class _Rate(NamedTuple):
     cite: Citable
 
 
-def _learning_rates(evidence: Evidence) -> Iterator[Doubt]:
+def _doubt_learning_rates(evidence: Evidence) -> Iterator[Doubt]:
     if evidence.left_out_save:
         # a trial ends in the midst of its schedule
         return
-    steps = _rates(evidence)
+    steps = _collect_rates(evidence)
     rates = []
     for step in steps:
         if step.value is not None and math.isfinite(step.value):
             rates.append(step.value)
     oddities = schedule.find_oddities(
         rates,
-        schedule=_argument(evidence, "lr_scheduler_type"),
-        requested=_requested_rate(evidence),
+        schedule=_read_argument(evidence, "lr_scheduler_type"),
+        requested=_read_requested_rate(evidence),
         is_complete=find_ending(evidence).state == "completed",
     )
     for oddity in oddities:
@@ -519,7 +527,7 @@ def _learning_rates(evidence: Evidence) -> Iterator[Doubt]:
         )
 
 
-def _rates(evidence: Evidence) -> list[_Rate]:
+def _collect_rates(evidence: Evidence) -> list[_Rate]:
     """The rates that the first rank with any steps recorded, else those in the log."""
     for record in evidence.records:
         if record.steps:
@@ -527,15 +535,15 @@ def _rates(evidence: Evidence) -> list[_Rate]:
     return [_Rate(line.learning_rate, line) for line in evidence.lines]
 
 
-def _argument(evidence: Evidence, name: str) -> str | None:
+def _read_argument(evidence: Evidence, name: str) -> str | None:
     value = evidence.manifest.argument(name)
     if value is not None:
         return str(value)
     return evidence.arguments.get(name, "").strip("'") or None
 
 
-def _requested_rate(evidence: Evidence) -> float | None:
-    rate = _argument(evidence, "learning_rate")
+def _read_requested_rate(evidence: Evidence) -> float | None:
+    rate = _read_argument(evidence, "learning_rate")
     if rate is None:
         return None
     try:

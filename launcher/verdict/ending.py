@@ -197,9 +197,11 @@ def final_signals(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
     show a training counts only if the failure is at its end.
     """
     log = evidence.log
-    if log is None or (not _is_training(evidence, log) and not _ends_with_failure(log)):
+    if log is None:
         return ()
-    last_work = _end_of_previous_run(log)
+    if not _is_training(evidence, log) and not _ends_with_failure(log):
+        return ()
+    last_work = _find_end_of_previous_run(log)
     if len(log.steps) > 1:
         last_work = max(last_work, log.steps[-2].line)
     for signal in log.all(*_WORK):
@@ -223,19 +225,19 @@ def _ends_with_failure(log: Log) -> bool:
     return False
 
 
-def _end_of_previous_run(log: Log) -> int:
+def _find_end_of_previous_run(log: Log) -> int:
     """The last line of an earlier run in the same file: its launcher's report, before a start.
 
     accelerate reports its only child, so what is raised later is another run's. torchrun of one
     node may report before the ranks of the others. Of several jobs of Slurm the last one counts.
     """
-    return max([0, *_reports_before_a_start(log), *_previous_cancellations(log)])
+    return max([0, *_find_reports_before_start(log), *_find_previous_cancellations(log)])
 
 
-def _reports_before_a_start(log: Log) -> Iterator[int]:
+def _find_reports_before_start(log: Log) -> Iterator[int]:
     starts = log.all("begun", "bar_begun", "loading")
     exceptions = log.all("exception")
-    errors = [*log.all("refused", "syntax"), *_not_relayed(exceptions)]
+    errors = [*log.all("refused", "syntax"), *_drop_relayed(exceptions)]
     for report in exceptions:
         if not _is_relayed(report):
             continue
@@ -248,7 +250,7 @@ def _is_followed(signal: Signal, others: Sequence[Signal]) -> bool:
     return any(other.line > signal.line for other in others)
 
 
-def _previous_cancellations(log: Log) -> Iterator[int]:
+def _find_previous_cancellations(log: Log) -> Iterator[int]:
     cancellations = [signal for signal in log.all("cancelled") if signal.fields.get("job")]
     restart = 0
     for bar in log.all("bar_begun"):
@@ -269,34 +271,34 @@ def find_ending(evidence: Evidence) -> Ending:
     stopped = evidence.stopped
     if stopped is not None:
         # a process ended itself, and the others were ended for it: their words do not count
-        error = _event_error(stopped, stopped.name)
+        error = _describe_event_error(stopped, stopped.name)
         return Ending(state="stopped", reason=stopped.name, error=error)
-    failures = _failures(evidence)
-    violation = _first(failures, "violation")
+    failures = _find_failures(evidence)
+    violation = _find_first(failures, "violation")
     exit = evidence.exit
     has_exited_well = exit is not None and exit.returncode == 0
     if violation is not None and not has_exited_well:
-        return _violated(violation)
-    return _ended(evidence, failures)
+        return _build_violation_ending(violation)
+    return _judge_end(evidence, failures)
 
 
-def _ended(evidence: Evidence, failures: Sequence[Signal]) -> Ending:
+def _judge_end(evidence: Evidence, failures: Sequence[Signal]) -> Ending:
     """How a run ended that did not end itself."""
     exit = evidence.exit
-    probe_code = _probe_code(evidence)
+    probe_code = _derive_probe_code(evidence)
     code = probe_code if exit is None else exit.returncode
-    signal = _ending_signal(evidence, failures)
+    signal = _find_ending_signal(evidence, failures)
     # what started the script may end well even so
     has_failed = bool(code or probe_code or (code is None and failures))
     if exit is None and evidence.events("error"):
         has_failed = True
     if signal is None and not has_failed:
-        return _end_without_failure(evidence, is_over=code == 0)
+        return _judge_end_without_failure(evidence, is_over=code == 0)
     state = "crashed"
     if signal is not None and signal not in _OWN_FAULTS:
         state = "stopped" if signal in _STOPS else "killed"
-    reason = _reason(evidence, failures, signal)
-    for cancelled in _named(failures, "cancelled"):
+    reason = _find_reason(evidence, failures, signal)
+    for cancelled in _select_named(failures, "cancelled"):
         slurm_reason = _SLURM_REASONS.get(cancelled.fields.get("why", ""))
         if slurm_reason is not None:
             state = "killed"
@@ -306,13 +308,13 @@ def _ended(evidence: Evidence, failures: Sequence[Signal]) -> Ending:
     return Ending(
         state=state,
         reason=reason,
-        error=_first_error(evidence, failures),
+        error=_find_first_error(evidence, failures),
         signal=signal.name if signal else None,
         lines=lines[:3],
     )
 
 
-def _failures(evidence: Evidence) -> tuple[Signal, ...]:
+def _find_failures(evidence: Evidence) -> tuple[Signal, ...]:
     last_lines = 0
     if evidence.log is not None:
         last_lines = evidence.log.lines - _LAST_LINES
@@ -324,14 +326,16 @@ def _failures(evidence: Evidence) -> tuple[Signal, ...]:
     return tuple(failures)
 
 
-def _violated(violation: Signal) -> Ending:
+def _build_violation_ending(violation: Signal) -> Ending:
     message = violation.fields["message"]
     kind = "hang" if message.startswith("nothing moved ") else "violation"
     error = {"type": kind, "message": message}
     return Ending(state="stopped", reason=kind, error=error, lines=(violation,))
 
 
-def _reason(evidence: Evidence, failures: Sequence[Signal], signal: Signals | None) -> str | None:
+def _find_reason(
+    evidence: Evidence, failures: Sequence[Signal], signal: Signals | None
+) -> str | None:
     """The key of `HELP` for what the log names after its last work, or for the signal."""
     exit = evidence.exit
     if exit is not None and exit.grace_s is not None:
@@ -340,7 +344,7 @@ def _reason(evidence: Evidence, failures: Sequence[Signal], signal: Signals | No
     names = {final.name for final in final_signals(evidence, *HELP)} | failure_names
     if "not_found" not in failure_names:
         names.discard("not_found")
-    if _not_relayed(_named(failures, "exception")):
+    if _drop_relayed(_select_named(failures, "exception")):
         # a job script went on without what it missed
         names.discard("not_started")
     if evidence.last_step is not None or evidence.lines:
@@ -348,7 +352,7 @@ def _reason(evidence: Evidence, failures: Sequence[Signal], signal: Signals | No
         names.discard("rendezvous")
     for name in HELP:
         if name in names:
-            return _timeout_reason(evidence) if name == "nccl_timeout" else name
+            return _find_timeout_reason(evidence) if name == "nccl_timeout" else name
     return None if signal is None else _REASONS_OF_SIGNALS.get(signal)
 
 
@@ -357,7 +361,7 @@ def find_phase(evidence: Evidence) -> str | None:
 
     None for training itself, or if nothing tells.
     """
-    exceptions = _not_relayed(final_signals(evidence, "exception"))
+    exceptions = _drop_relayed(final_signals(evidence, "exception"))
     for exception in exceptions:
         if exception.fields.get("phase"):
             return exception.fields["phase"]
@@ -376,7 +380,7 @@ def find_phase(evidence: Evidence) -> str | None:
     return phase
 
 
-def _timeout_reason(evidence: Evidence) -> str:
+def _find_timeout_reason(evidence: Evidence) -> str:
     """Why a collective timed out, by what the processes did meanwhile."""
     phase = find_phase(evidence)
     if phase in ("saving", "evaluation"):
@@ -396,22 +400,22 @@ def _is_relayed(exception: Signal) -> bool:
     return exception.fields["type"].endswith(MESSENGERS)
 
 
-def _not_relayed(exceptions: Sequence[Signal]) -> list[Signal]:
+def _drop_relayed(exceptions: Sequence[Signal]) -> list[Signal]:
     return [exception for exception in exceptions if not _is_relayed(exception)]
 
 
-def _named(signals: Sequence[Signal], *names: str) -> list[Signal]:
+def _select_named(signals: Sequence[Signal], *names: str) -> list[Signal]:
     return [signal for signal in signals if signal.name in names]
 
 
-def _first(signals: Sequence[Signal], *names: str) -> Signal | None:
+def _find_first(signals: Sequence[Signal], *names: str) -> Signal | None:
     for signal in signals:
         if signal.name in names:
             return signal
     return None
 
 
-def _end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
+def _judge_end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
     """The ending of a run of which nothing bad is known; `is_over` if it is known to have ended."""
     log = evidence.log
     last = evidence.last_step
@@ -431,7 +435,7 @@ def _end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
         has_all_steps = last is not None and last >= total
     doubt = None
     if total is None:
-        doubt = _doubt_without_total(evidence, is_alone=is_alone)
+        doubt = _find_doubt_without_total(evidence, is_alone=is_alone)
     if has_all_steps and doubt is None and (evidence.final_save or evidence.left_out_save):
         return Ending(state="completed")
     if not is_over:
@@ -449,7 +453,7 @@ def _end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
     return Ending(state="stopped", reason="ended_early")
 
 
-def _doubt_without_total(evidence: Evidence, *, is_alone: bool) -> str | None:
+def _find_doubt_without_total(evidence: Evidence, *, is_alone: bool) -> str | None:
     """Why a run may not have made all steps, if no log says how many they are."""
     last = evidence.last_step
     if last is None:
@@ -473,55 +477,55 @@ def _is_summed_up(evidence: Evidence, log: Log) -> bool:
     return last + interval > total
 
 
-def _ending_signal(evidence: Evidence, failures: Sequence[Signal]) -> Signals | None:
+def _find_ending_signal(evidence: Evidence, failures: Sequence[Signal]) -> Signals | None:
     """The signal that ended the run, by its exit or by torchrun, accelerate and bash."""
     exit = evidence.exit
     if exit is not None and exit.returncode == 0 and not exit.signal:
         return None
-    for number in _signal_numbers(evidence, failures):
+    for number in _find_signal_numbers(evidence, failures):
         if number in set(Signals):
             return Signals(number)
     return None
 
 
-def _signal_numbers(evidence: Evidence, failures: Sequence[Signal]) -> Iterator[int]:
+def _find_signal_numbers(evidence: Evidence, failures: Sequence[Signal]) -> Iterator[int]:
     """What may be the number of the signal, the best evidence first."""
     exit = evidence.exit
     if exit is not None:
         yield exit.signal or 0
-        yield from _numbers_of_code(exit.returncode)
+        yield from _decode_return_code(exit.returncode)
     for request in final_signals(evidence, "stop_asked")[:1]:
         name = request.fields.get("name")
         yield Signals[name] if name else int(request.fields["signal"])
-    children = _named(failures, "child_failed")
+    children = _select_named(failures, "child_failed")
     first_failures = [child for child in children if "rank" in child.fields] or children[-1:]
     for child in first_failures[:1]:
-        yield from _numbers_of_code(int(child.fields["exitcode"]))
+        yield from _decode_return_code(int(child.fields["exitcode"]))
     if not first_failures:
-        for signal in _named(failures, "child_signal"):
+        for signal in _select_named(failures, "child_signal"):
             yield int(signal.fields["signal"])
     # without a failure, an error is an earlier run's in the same file
     if failures or exit is not None:
-        error = _first_error(evidence, failures)
+        error = _find_first_error(evidence, failures)
         if error is not None and error["type"] == "KeyboardInterrupt":
             yield Signals.SIGINT
-    for signal in _named(failures, "shell_killed"):
+    for signal in _select_named(failures, "shell_killed"):
         yield SHELL_SIGNALS[signal.fields["how"]]
-    if _named(failures, "cancelled"):
+    if _select_named(failures, "cancelled"):
         yield Signals.SIGTERM
-    if _named(failures, "terminated", "watchdog"):
+    if _select_named(failures, "terminated", "watchdog"):
         yield Signals.SIGABRT
     if exit is not None:
         # during imports, an interrupt may end as any other exception
         yield exit.stopped or 0
 
 
-def _numbers_of_code(returncode: int) -> tuple[int, int]:
+def _decode_return_code(returncode: int) -> tuple[int, int]:
     """The signal of a return code, as Python and as a shell write it."""
     return -returncode, returncode - 128
 
 
-def _probe_code(evidence: Evidence) -> int | None:
+def _derive_probe_code(evidence: Evidence) -> int | None:
     """0 if every rank's probe saw a clean end, 1 if one saw a bad one, else None."""
     if evidence.probe is None:
         return None
@@ -536,32 +540,32 @@ def _probe_code(evidence: Evidence) -> int | None:
     return 0 if is_complete else None
 
 
-def _first_error(evidence: Evidence, failures: Sequence[Signal]) -> dict[str, str] | None:
+def _find_first_error(evidence: Evidence, failures: Sequence[Signal]) -> dict[str, str] | None:
     """The first real error: not a launcher's report of it, and the last of a chain."""
     # in a file that is appended to the last start counts; ranks of one say the same
-    refusals = _named(failures, "refused")
+    refusals = _select_named(failures, "refused")
     if refusals:
         return {"type": "arguments", "message": refusals[-1].fields["message"]}
-    exception = _last_of_chain(_real_exceptions(evidence, failures))
+    exception = _choose_last_of_chain(_find_real_exceptions(evidence, failures))
     if exception is not None:
-        return _exception_error(exception)
-    missing = _first(failures, "not_started", "not_found")
+        return _describe_exception(exception)
+    missing = _find_first(failures, "not_started", "not_found")
     if missing is not None:
         return {"type": missing.name, "message": missing.fields["message"]}
-    abort = _first(failures, "syntax", "terminated") or _first(failures, "watchdog")
+    abort = _find_first(failures, "syntax", "terminated") or _find_first(failures, "watchdog")
     if abort is not None:
-        return {"type": abort.fields["type"], "message": _abort_message(evidence, abort)}
+        return {"type": abort.fields["type"], "message": _find_abort_message(evidence, abort)}
     for event in evidence.events("error"):
-        return _event_error(event, event.text("type") or "")
-    relayed = _first(failures, "exception")
-    return None if relayed is None else _exception_error(relayed)
+        return _describe_event_error(event, event.text("type") or "")
+    relayed = _find_first(failures, "exception")
+    return None if relayed is None else _describe_exception(relayed)
 
 
-def _real_exceptions(evidence: Evidence, failures: Sequence[Signal]) -> list[Signal]:
+def _find_real_exceptions(evidence: Evidence, failures: Sequence[Signal]) -> list[Signal]:
     """The exceptions that are no reports of others, without those for a lost peer if possible."""
-    real = _not_relayed(_named(failures, "exception"))
+    real = _drop_relayed(_select_named(failures, "exception"))
     if not real and evidence.log is not None:
-        real = _last_real_exception(evidence.log)
+        real = _find_last_real_exception(evidence.log)
     causes = []
     for exception in real:
         if not _PEER_LOST.search(exception.fields["message"]):
@@ -569,20 +573,20 @@ def _real_exceptions(evidence: Evidence, failures: Sequence[Signal]) -> list[Sig
     return causes or real
 
 
-def _last_real_exception(log: Log) -> list[Signal]:
+def _find_last_real_exception(log: Log) -> list[Signal]:
     """The last exception of this run, though another rank was still at work after it."""
     begun = log.last("begun")
     start = 0 if begun is None else begun.line
-    previous = _end_of_previous_run(log)
+    previous = _find_end_of_previous_run(log)
     real = []
-    for exception in _not_relayed(log.all("exception")):
+    for exception in _drop_relayed(log.all("exception")):
         is_of_this_start = exception.fields["rank"] or exception.line > start
         if is_of_this_start and exception.line > previous:
             real.append(exception)
     return real[-1:]
 
 
-def _last_of_chain(exceptions: Sequence[Signal]) -> Signal | None:
+def _choose_last_of_chain(exceptions: Sequence[Signal]) -> Signal | None:
     chosen: Signal | None = None
     for exception in exceptions:
         if chosen is None or _replaces(exception, chosen):
@@ -600,7 +604,7 @@ def _replaces(later: Signal, earlier: Signal) -> bool:
     return not is_same_type or later.fields["message"] != earlier.fields["message"]
 
 
-def _abort_message(evidence: Evidence, abort: Signal) -> str:
+def _find_abort_message(evidence: Evidence, abort: Signal) -> str:
     """The message of an error that Python did not raise: beside its type, or right below it."""
     for signal in evidence.signals("what"):
         if 0 < signal.line - abort.line <= _MESSAGE_LINES:
@@ -608,10 +612,10 @@ def _abort_message(evidence: Evidence, abort: Signal) -> str:
     return abort.fields.get("message", "")
 
 
-def _event_error(event: Event, kind: str) -> dict[str, str]:
+def _describe_event_error(event: Event, kind: str) -> dict[str, str]:
     message = event.text("message") or ""
     return {"type": kind, "message": message, "rank": str(event.rank)}
 
 
-def _exception_error(exception: Signal) -> dict[str, str]:
+def _describe_exception(exception: Signal) -> dict[str, str]:
     return {key: exception.fields[key] for key in ("type", "message", "at", "rank")}

@@ -20,7 +20,7 @@ def observe_evaluation(evidence: Evidence, _expected: str | None) -> Observation
     record = evidence.evaluation
     if record is None:
         return UNKNOWN
-    detail = _detail(record)
+    detail = _collect_detail(record)
     if record.state in ("running", "interrupted"):
         return Observation("unfinished", detail=detail)
     if record.state != "measured":
@@ -34,7 +34,7 @@ def observe_evaluation(evidence: Evidence, _expected: str | None) -> Observation
     return Observation("failed", unwanted=True, detail=detail, reason="; ".join(reasons))
 
 
-def _detail(record: EvaluationRecord) -> dict[str, object]:
+def _collect_detail(record: EvaluationRecord) -> dict[str, object]:
     gates = []
     for gate in record.gates:
         gates.append(

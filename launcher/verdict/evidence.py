@@ -243,7 +243,7 @@ class Evidence:
         positions and rows are sums over the ranks; seconds and memory (GiB) are the largest of
         them. A number that is not finite is left out, and `finite` is false then.
         """
-        rows = _step_rows(self.rank_steps, self.lines)
+        rows = _build_step_rows(self.rank_steps, self.lines)
         evaluations: tuple[Event, ...] = ()
         for record in self.records[:1]:
             evaluations = record.all("evaluation")
@@ -366,17 +366,17 @@ class Evidence:
     def stage(self) -> str | None:
         """`sft` or `dpo`, by the arguments dump, DPO's rewards or the script; None if unknown."""
         if self.log is not None:
-            stage = _stage_of_arguments(self.log)
+            stage = _find_stage_in_arguments(self.log)
             if stage is not None:
                 return stage
             if self.log.steps:
                 last = self.log.steps[-1]
                 if not _OTHER_METRICS.isdisjoint(last.extra):
                     return None
-                stage = _stage_of_step(last)
+                stage = _find_stage_in_step(last)
                 if stage is not None:
                     return stage
-            stage = _stage_of_trainer(self.log)
+            stage = _find_stage_of_trainer(self.log)
             if stage is not None:
                 return stage
         for start in self.events("start")[:1]:
@@ -414,7 +414,7 @@ def _is_final_save(signal: Signal, saving: Container[str]) -> bool:
     return signal.name == "saved" or path in saving
 
 
-def _stage_of_arguments(log: Log) -> str | None:
+def _find_stage_in_arguments(log: Log) -> str | None:
     stage = None
     for block in log.blocks:
         stage = open_instruct.STAGES.get(block, stage)
@@ -424,7 +424,7 @@ def _stage_of_arguments(log: Log) -> str | None:
     return stage
 
 
-def _stage_of_step(line: StepLine) -> str | None:
+def _find_stage_in_step(line: StepLine) -> str | None:
     if not _DPO_METRICS.isdisjoint(line.extra):
         return "dpo"
     if not _SFT_METRICS.isdisjoint(line.extra):
@@ -435,7 +435,7 @@ def _stage_of_step(line: StepLine) -> str | None:
     return "dpo" if script["dpo"] else "sft"
 
 
-def _stage_of_trainer(log: Log) -> str | None:
+def _find_stage_of_trainer(log: Log) -> str | None:
     """The stage of the one trainer that warnings and frames name; None if they name several."""
     names = set()
     for signal in log.all("trainer", "trainer_of"):
@@ -452,13 +452,13 @@ def _stage_of_trainer(log: Log) -> str | None:
     return name
 
 
-def _step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
+def _build_step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
     by_step: dict[int, list[ProbeStep]] = {}
     for step in steps:
         by_step.setdefault(step.step, []).append(step)
     rows: dict[int, Row] = {}
     for number, ranks in sorted(by_step.items()):
-        rows[number] = _recorded_row(number, ranks)
+        rows[number] = _build_recorded_row(number, ranks)
     measured = sum("loss" in row for row in rows.values())
     is_mean = len(lines) < measured
     # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
@@ -470,10 +470,12 @@ def _step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Ro
     return [rows[number] for number in sorted(rows)]
 
 
-def _recorded_row(number: int, ranks: Sequence[ProbeStep]) -> Row:
-    row = Row(step=number, finite=all(step.finite for step in ranks))
+def _build_recorded_row(number: int, ranks: Sequence[ProbeStep]) -> Row:
+    """The row of one step, of which every rank has a record."""
+    is_finite = all(step.finite for step in ranks)
+    row = Row(step=number, finite=is_finite)
     losses = [step.loss for step in ranks if step.loss is not None]
-    if row["finite"] and losses:
+    if is_finite and losses:
         row["loss"] = math.fsum(losses) / len(losses)
     for key in MEASURED:
         values = [getattr(step, key) for step in ranks]
@@ -506,7 +508,7 @@ def _add_logged(row: Row, line: StepLine, *, is_mean: bool) -> None:
 
 def _add_evaluations(rows: Sequence[Row], evaluations: Iterable[Event]) -> None:
     """Add the results of evaluations to the rows of the steps that they followed."""
-    by_step = _by_step(rows)
+    by_step = _key_by_step(rows)
     for event in evaluations:
         row = by_step.get(event.number("step") or 0)
         metrics = event.fields.get("metrics")
@@ -516,7 +518,7 @@ def _add_evaluations(rows: Sequence[Row], evaluations: Iterable[Event]) -> None:
 
 def _add_logged_evaluations(rows: Sequence[Row], log: Log) -> None:
     """Add the logged results of evaluations to the rows of the steps logged before them."""
-    by_step = _by_step(rows)
+    by_step = _key_by_step(rows)
     for signal in log.all("evaluated"):
         last_step = None
         for line in log.steps:
@@ -531,7 +533,7 @@ def _add_logged_evaluations(rows: Sequence[Row], log: Log) -> None:
         _add_evaluation(row, metrics)
 
 
-def _by_step(rows: Iterable[Row]) -> dict[float, Row]:
+def _key_by_step(rows: Iterable[Row]) -> dict[float, Row]:
     return {row["step"]: row for row in rows}
 
 
@@ -636,7 +638,7 @@ def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:
 
 def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     """The events since the last `start`, or of the named attempt."""
-    reading = _RankReading(rank=_rank_of(path), attempt=attempt)
+    reading = _RankReading(rank=_parse_rank(path), attempt=attempt)
     left_out: list[FaultAt] = []
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
@@ -675,11 +677,11 @@ class _RankReading:
 
     def add(self, event: Event) -> None:
         if event.name == "start":
-            self._start(event)
+            self._begin_attempt(event)
         if not self.is_wanted:
             return
         if event.name == "step":
-            step = _probe_step(event)
+            step = _parse_probe_step(event)
             if step is not None:
                 self.steps.append(step)
             return
@@ -689,7 +691,7 @@ class _RankReading:
             # the first and the last events say the most
             del kept[KEPT_EVENTS // 2]
 
-    def _start(self, event: Event) -> None:
+    def _begin_attempt(self, event: Event) -> None:
         number = event.number("attempt") or self.attempt
         self.is_wanted = self.attempt is None or number == self.attempt
         if self.is_wanted:
@@ -697,7 +699,7 @@ class _RankReading:
             self.steps = []
 
 
-def _probe_step(event: Event) -> ProbeStep | None:
+def _parse_probe_step(event: Event) -> ProbeStep | None:
     step = event.number("step")
     if step is None:
         return None
@@ -717,7 +719,7 @@ def _probe_step(event: Event) -> ProbeStep | None:
     )
 
 
-def _rank_of(path: Path) -> int:
+def _parse_rank(path: Path) -> int:
     digits = path.stem.removeprefix("rank-")
     if digits.isascii() and digits.isdigit():
         return min(int(digits), LARGEST_WORLD)

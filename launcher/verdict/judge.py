@@ -45,25 +45,27 @@ def judge_run(folder: RunFolder, requested: Mapping[str, str] | None = None) -> 
     # whether this machine could see the processes of the last attempt
     was_visible = processes.leader is not None and not processes.is_remote
     if run.final_save and _keeps_model(folder, manifest.output):
-        run = run.with_facts(model=_saved_model(run, manifest.output, was_visible=was_visible))
-    expected: Mapping[str, str | None] = _expected(manifest)
+        run = run.with_facts(
+            model=_inspect_saved_model(run, manifest.output, was_visible=was_visible)
+        )
+    expected: Mapping[str, str | None] = _read_expected(manifest)
     if requested is not None:
         expected = requested
     verdict = check.judge_evidence(manifest.stage, expected, run)
-    verdict = _with_earlier_attempts(verdict, manifest, attempts, expected)
-    verdict = _with_planned_memory(verdict, manifest)
-    verdict = _without_known_corruption(verdict, manifest)
+    verdict = _add_earlier_attempts(verdict, manifest, attempts, expected)
+    verdict = _add_planned_memory(verdict, manifest)
+    verdict = _add_known_corruption(verdict, manifest)
     finish = verdict.point("finish")
     if finish.state == "running":
-        verdict = _with_lost_end(verdict, folder, processes, was_visible=was_visible)
+        verdict = _add_lost_end(verdict, folder, processes, was_visible=was_visible)
     elif finish.state == "completed" and run.final_save and manifest.output is not None:
-        verdict = _with_model_damage(verdict, manifest.output)
+        verdict = _add_model_damage(verdict, manifest.output)
     # a secret that training printed must not get from the log into what is shown and kept
     clean = attempt.redactor(folder).redact(verdict)
     return RunJudgement(verdict=clean, manifest=manifest, attempts=attempts)
 
 
-def _expected(manifest: Manifest) -> Mapping[str, str | None]:
+def _read_expected(manifest: Manifest) -> Mapping[str, str | None]:
     if manifest.expected is None:
         # nothing can be proved of a run without a record of what was requested
         return check.expected_of_nothing()
@@ -76,7 +78,7 @@ def _keeps_model(folder: RunFolder, output: Path | None) -> bool:
     return models.exists() or not str(output).startswith(f"{models}/")
 
 
-def _with_lost_end(
+def _add_lost_end(
     verdict: Verdict, folder: RunFolder, processes: Processes, *, was_visible: bool
 ) -> Verdict:
     """The verdict on a run without a recorded end, by what is known of its processes."""
@@ -93,7 +95,7 @@ def _with_lost_end(
     return verdict.amend("finish", {"reason": "lost", "help": help}, state="killed", ok=ok)
 
 
-def _with_earlier_attempts(
+def _add_earlier_attempts(
     verdict: Verdict,
     current: Manifest,
     attempts: Sequence[Evidence],
@@ -104,17 +106,17 @@ def _with_earlier_attempts(
     Each attempt is judged by its own `expect:`, which may have been changed since.
     """
     points = {point.name: point for point in verdict.points}
-    for earlier in _attempts_in_weights(attempts):
+    for earlier in _find_attempts_in_weights(attempts):
         manifest = earlier.evidence.manifest
         # an attempt without a manifest of its own has that of the run
-        own = expected if manifest is current else _expected(manifest)
+        own = expected if manifest is current else _read_expected(manifest)
         earlier_verdict = check.judge_evidence(verdict.stage, own, earlier.evidence)
         for point in earlier_verdict.points:
             latest = points.get(point.name)
             if latest is None or not BY_NAME[point.name].whole_run:
                 continue
             if latest.ok is True and point.ok is not True:
-                points[point.name] = _with_attempt(point, earlier)
+                points[point.name] = _name_attempt(point, earlier)
     return verdict.with_points(points.values())
 
 
@@ -127,26 +129,27 @@ class _EarlierAttempt(NamedTuple):
     last: int
 
 
-def _with_attempt(point: Point, earlier: _EarlierAttempt) -> Point:
+def _name_attempt(point: Point, earlier: _EarlierAttempt) -> Point:
     reason = point.detail.get("reason") or f"it was {point.state}"
     steps = f"steps {earlier.first} to {earlier.last}"
     reason = f"in attempt {earlier.number}, which made {steps}: {reason}"
     return replace(point, detail={**point.detail, "reason": reason})
 
 
-def _attempts_in_weights(attempts: Sequence[Evidence]) -> Iterator[_EarlierAttempt]:
+def _find_attempts_in_weights(attempts: Sequence[Evidence]) -> Iterator[_EarlierAttempt]:
     """The earlier attempts whose steps are in the weights, the latest first."""
     next_start = math.inf
     for number in range(len(attempts), 0, -1):
         attempt_evidence = attempts[number - 1]
         steps = [row["step"] for row in attempt_evidence.rows]
         kept = [int(step) for step in steps if step < next_start]
-        if kept and number < len(attempts):
-            yield _EarlierAttempt(number, attempt_evidence, kept[0], kept[-1])
+        is_last = number == len(attempts)
+        if kept and not is_last:
+            yield _EarlierAttempt(number, attempt_evidence, first=kept[0], last=kept[-1])
         next_start = min([next_start, *steps])
 
 
-def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
+def _add_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     """No pass for unchecked gradients of a DeepSpeed that is known to corrupt them."""
     deepspeed = manifest.deepspeed
     if deepspeed is None or not manifest.gpus or verdict.point("gradients").state != "unknown":
@@ -162,7 +165,7 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     return verdict.amend("gradients", detail, ok=None)
 
 
-def _with_model_damage(verdict: Verdict, output: Path) -> Verdict:
+def _add_model_damage(verdict: Verdict, output: Path) -> Verdict:
     """No pass for a saved model with incomplete files; that it was moved since is no fault."""
     # dpo.py saves its model one folder below
     # (dpo.py::_handle_post_training[hf_model_path = os.path.join])
@@ -179,7 +182,7 @@ def _with_model_damage(verdict: Verdict, output: Path) -> Verdict:
     return verdict
 
 
-def _with_planned_memory(verdict: Verdict, manifest: Manifest) -> Verdict:
+def _add_planned_memory(verdict: Verdict, manifest: Manifest) -> Verdict:
     """The verdict with the planned peak of memory, in GiB by part, beside the measured one."""
     parts = dict(manifest.plan.memory_gib or {})
     if "peak" not in parts:
@@ -195,7 +198,7 @@ def _with_planned_memory(verdict: Verdict, manifest: Manifest) -> Verdict:
     return verdict.amend("memory", detail)
 
 
-def _saved_model(
+def _inspect_saved_model(
     run: Evidence, output: Path | None, *, was_visible: bool
 ) -> dict[str, object] | None:
     """The saved model as it is now: `path`, and if that differs from the save `state` and `reason`.
@@ -214,12 +217,12 @@ def _saved_model(
         for file in files:
             if isinstance(file, Mapping):
                 digests[str(file.get("name"))] = str(file.get("digest"))
-        change = _model_change(Path(path), digests, was_visible=was_visible)
+        change = _find_model_change(Path(path), digests, was_visible=was_visible)
         return {"path": path, **change}
     return None
 
 
-def _model_change(
+def _find_model_change(
     folder: Path, digests: Mapping[str, str], *, was_visible: bool
 ) -> dict[str, object]:
     """How a model differs from its `digests` by file; empty if it does not."""
@@ -238,13 +241,13 @@ def _model_change(
     if added:
         return {"state": "changed", "reason": f"{folder} holds {added}, which the run did not save"}
     for name, before in digests.items():
-        change = _file_change(folder / name, before)
+        change = _find_file_change(folder / name, before)
         if change is not None:
             return {"state": "changed", "file": name, **change}
     return {}
 
 
-def _file_change(path: Path, before: str) -> dict[str, str] | None:
+def _find_file_change(path: Path, before: str) -> dict[str, str] | None:
     try:
         after = fingerprint.of_file(path).digest
     except MissingContent as error:
@@ -276,29 +279,29 @@ def merge_rows(attempts: Sequence[Evidence]) -> list[Row]:
     for attempt_evidence in attempts:
         own = attempt_evidence.rows
         if own:
-            rows = _rows_before(rows, own[0]["step"])
+            rows = _select_rows_before(rows, own[0]["step"])
             rows += own
     return rows
 
 
-def _rows_before(rows: Sequence[Row], step: float) -> list[Row]:
+def _select_rows_before(rows: Sequence[Row], step: float) -> list[Row]:
     return [row for row in rows if row["step"] < step]
 
 
 def merge_attempts(attempts: Sequence[Evidence]) -> Evidence:
     """The evidence of the last attempt, with the steps of the attempts before it."""
     *earlier, last = attempts
-    last = _with_resumed_steps(last, earlier)
+    last = _add_resumed_steps(last, earlier)
     if not earlier:
         return last
     kept: list[Row] = []
     if last.rows:
-        kept = _rows_before(merge_rows(earlier), last.rows[0]["step"])
+        kept = _select_rows_before(merge_rows(earlier), last.rows[0]["step"])
     moved = [metrics.moved_share(attempt_evidence) or 0.0 for attempt_evidence in earlier]
     return last.with_facts(earlier=kept, moved_before=max(moved))
 
 
-def _with_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence:
+def _add_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence:
     """The last attempt; if it only saved the model, with the steps of the one that trained it.
 
     It was resumed from the last step of all then, and had none left to train.
@@ -307,12 +310,15 @@ def _with_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence
     if probe is None or probe.last_step is not None or not last.events("resumed"):
         return last
     trained: Mapping[int, evidence.RankRecord] = {}
-    for attempt_evidence in earlier:
-        if attempt_evidence.probe is not None and attempt_evidence.probe.last_step is not None:
-            trained = attempt_evidence.probe.ranks
+    for earlier_evidence in earlier:
+        records = earlier_evidence.probe
+        if records is not None and records.last_step is not None:
+            trained = records.ranks
     ranks = dict(probe.ranks)
     for rank in ranks.keys() & trained.keys():
+        before = trained[rank]
+        record = ranks[rank]
         # one file holds both, and the lines of the later attempt are the higher ones
-        events = trained[rank].events + ranks[rank].events
-        ranks[rank] = replace(ranks[rank], events=events, steps=trained[rank].steps)
+        events = before.events + record.events
+        ranks[rank] = replace(record, events=events, steps=before.steps)
     return replace(last, probe=ProbeRecords(ranks=ranks))

@@ -52,7 +52,7 @@ def moved_share(evidence: Evidence) -> float | None:
 
 def peak_allocated_gib(evidence: Evidence) -> float | None:
     """The peak of torch's allocated memory on the fullest rank."""
-    return max(_values(evidence.rank_steps, "allocated_gib"), default=None)
+    return max(_collect_values(evidence.rank_steps, "allocated_gib"), default=None)
 
 
 def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
@@ -87,8 +87,8 @@ def tokens_per_second(evidence: Evidence) -> float | None:
     rates = []
     for record in evidence.records:
         steps = steady_steps(record)
-        seconds = _sum(steps, "seconds")
-        tokens = _sum(steps, "tokens")
+        seconds = _sum_values(steps, "seconds")
+        tokens = _sum_values(steps, "tokens")
         if seconds <= 0 or not tokens:
             return None
         rates.append(tokens / seconds)
@@ -97,7 +97,7 @@ def tokens_per_second(evidence: Evidence) -> float | None:
     return math.fsum(rates)
 
 
-def _values(steps: Iterable[ProbeStep], name: str) -> list[float]:
+def _collect_values(steps: Iterable[ProbeStep], name: str) -> list[float]:
     values = []
     for step in steps:
         value = getattr(step, name)
@@ -106,14 +106,14 @@ def _values(steps: Iterable[ProbeStep], name: str) -> list[float]:
     return values
 
 
-def _sum(steps: Iterable[ProbeStep], name: str) -> float:
-    return math.fsum(_values(steps, name))
+def _sum_values(steps: Iterable[ProbeStep], name: str) -> float:
+    return math.fsum(_collect_values(steps, name))
 
 
-def _ratio(evidence: Evidence, numerator: str, denominator: str) -> float | None:
+def _compute_ratio(evidence: Evidence, numerator: str, denominator: str) -> float | None:
     """The ratio of two quantities, each summed over all steps of all ranks."""
-    values = _values(evidence.rank_steps, numerator)
-    total = _sum(evidence.rank_steps, denominator)
+    values = _collect_values(evidence.rank_steps, numerator)
+    total = _sum_values(evidence.rank_steps, denominator)
     if not values or not total:
         return None
     return math.fsum(values) / total
@@ -134,14 +134,14 @@ def mfu(evidence: Evidence) -> float | None:
     peak = peak_flops(device.text("name") if device else None)
     if not models or peak is None:
         return None
-    row_tokens = _ratio(evidence, "tokens", "rows") or 0.0
-    flops = _flops_per_token(models[0], row_tokens)
+    row_tokens = _compute_ratio(evidence, "tokens", "rows") or 0.0
+    flops = _compute_flops_per_token(models[0], row_tokens)
     if flops is None:
         return None
     return flops * speed / (peak * len(ranks))
 
 
-def _flops_per_token(model: Event, row_tokens: float) -> float | None:
+def _compute_flops_per_token(model: Event, row_tokens: float) -> float | None:
     parameters = model.number("parameters")
     trained = model.number("trainable")
     if parameters is None or trained is None or model.number("experts"):
@@ -176,20 +176,22 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
     are those of all attempts. DPO's rewards are there only if the log prints them.
     """
     values = losses_of_run(evidence)
-    norms = _grad_norms(evidence)
+    norms = _collect_grad_norms(evidence)
     metrics = {
-        "first_loss": _finite_or_none(values[:1]),
-        "last_loss": _finite_or_none(values[-1:]),
+        "first_loss": _find_first_finite(values[:1]),
+        "last_loss": _find_first_finite(values[-1:]),
         "min_loss": min(filter(math.isfinite, values), default=None),
         "tokens_per_second": tokens_per_second(evidence),
         "logged_tokens_per_second": None,
         "mfu": mfu(evidence),
-        "tokens_per_row": _ratio(evidence, "tokens", "rows"),
-        "wasted_share": _ratio(evidence, "wasted", "positions"),
+        "tokens_per_row": _compute_ratio(evidence, "tokens", "rows"),
+        "wasted_share": _compute_ratio(evidence, "wasted", "positions"),
         "last_grad_norm": norms[-1] if norms else None,
         "max_grad_norm": max(norms, default=None),
         "peak_allocated_gib": peak_allocated_gib(evidence),
-        "peak_reserved_gib": max(_values(evidence.rank_steps, "reserved_gib"), default=None),
+        "peak_reserved_gib": max(
+            _collect_values(evidence.rank_steps, "reserved_gib"), default=None
+        ),
     }
     if evidence.lines:
         last = evidence.lines[-1]
@@ -202,14 +204,14 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
     return metrics
 
 
-def _finite_or_none(values: Sequence[float]) -> float | None:
+def _find_first_finite(values: Sequence[float]) -> float | None:
     for value in values:
         if math.isfinite(value):
             return value
     return None
 
 
-def _grad_norms(evidence: Evidence) -> list[float]:
+def _collect_grad_norms(evidence: Evidence) -> list[float]:
     """The gradient norms that the probe of the first rank saw, in all attempts."""
     own = []
     for record in evidence.records[:1]:

@@ -118,22 +118,22 @@ def observe_loss(evidence: Evidence, _expected: str | None) -> Observation:
         "counted": len(list(evidence.rank_steps)),
     }
     return (
-        _nonfinite_loss(evidence, detail)
-        or _nonfinite_mean(evidence, detail)
-        or _no_loss(evidence, detail)
-        or _doubtful_loss(evidence, detail)
-        or _finite_loss(evidence, detail)
+        _observe_nonfinite_loss(evidence, detail)
+        or _observe_nonfinite_mean(evidence, detail)
+        or _observe_no_loss(evidence, detail)
+        or _observe_doubtful_loss(evidence, detail)
+        or _observe_finite_loss(evidence, detail)
     )
 
 
-def _nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
-    bad = _bad_steps(evidence)
+def _observe_nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
+    bad = _find_bad_steps(evidence)
     if not bad:
-        observation = _nonfinite_before(evidence)
+        observation = _observe_nonfinite_before(evidence)
         if observation is not None:
             return observation
     if not evidence.records:
-        bad += _bad_steps_of_messages(evidence)
+        bad += _find_bad_steps_in_messages(evidence)
     if not bad:
         return None
     # a step of a rank says more than a logged mean of the same step
@@ -159,7 +159,7 @@ def _nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observa
     )
 
 
-def _nonfinite_before(evidence: Evidence) -> Observation | None:
+def _observe_nonfinite_before(evidence: Evidence) -> Observation | None:
     """That a step of an earlier attempt was not finite."""
     steps = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
     if not steps:
@@ -181,7 +181,7 @@ def _has_begun(evidence: Evidence) -> bool:
     return bool(log.all("total_steps", "progress"))
 
 
-def _nonfinite_mean(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
+def _observe_nonfinite_mean(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
     """What a mean that HF Trainer logs says of the losses: one of all steps made it so."""
     log = evidence.log
     # in a log of open-instruct it is a word of the training data
@@ -218,7 +218,7 @@ def _nonfinite_mean(evidence: Evidence, detail: Mapping[str, object]) -> Observa
     return replace(observation, help=help)
 
 
-def _no_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
+def _observe_no_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
     if losses(evidence):
         return None
     reason = "no loss was recorded"
@@ -228,11 +228,11 @@ def _no_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | 
     return Observation("none_logged", proved=False, detail=detail, reason=reason, help=help)
 
 
-def _doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
+def _observe_doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
     """Why losses that all are finite are no proof, with the lines that say so."""
     lines = evidence.lines
     finite = Observation("finite", proved=False, detail=detail)
-    if lines and (not evidence.records or _unseen_steps(evidence)):
+    if lines and (not evidence.records or _find_unseen_steps(evidence)):
         for line in lines:
             if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
                 reason = "a loss of 0 may have been NaN, and no gradient norm is logged"
@@ -242,18 +242,18 @@ def _doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observat
             # the loss after that step would show what it did, and there is none
             reason = f"the last gradient norm is {norm}"
             return replace(finite, reason=reason, cites=lines[-1:])
-    unseen = _unseen_steps(evidence, lines[-1].step if lines else 0)
+    unseen = _find_unseen_steps(evidence, lines[-1].step if lines else 0)
     if not unseen:
         return None
     steps = ", ".join(map(str, unseen[:_NAMED_STEPS]))
     if len(unseen) > _NAMED_STEPS:
         steps += ", …"
     reason = f"no loss of step {steps} was seen on every rank, and none is logged"
-    return replace(finite, reason=reason, cites=_first_and_last(evidence))
+    return replace(finite, reason=reason, cites=_cite_first_and_last(evidence))
 
 
-def _finite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation:
-    cites = _first_and_last(evidence)
+def _observe_finite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation:
+    cites = _cite_first_and_last(evidence)
     finite = Observation("finite", cites=cites, detail=detail)
     if not _is_zero(evidence):
         return finite
@@ -279,7 +279,7 @@ def _is_zero(evidence: Evidence) -> bool:
     return bool(evidence.lines)
 
 
-def _first_and_last(evidence: Evidence) -> Sequence[Citable]:
+def _cite_first_and_last(evidence: Evidence) -> Sequence[Citable]:
     """The first and the last step of the log, or without a log of a record."""
     shown: Sequence[Citable] = evidence.lines
     for record in evidence.records:
@@ -298,7 +298,7 @@ class _BadStep(NamedTuple):
     cite: Citable
 
 
-def _bad_steps(evidence: Evidence) -> list[_BadStep]:
+def _find_bad_steps(evidence: Evidence) -> list[_BadStep]:
     """The steps that were not finite: as logged, and as each rank saw them."""
     bad = []
     for line in evidence.lines:
@@ -312,7 +312,7 @@ def _bad_steps(evidence: Evidence) -> list[_BadStep]:
     return bad
 
 
-def _bad_steps_of_messages(evidence: Evidence) -> list[_BadStep]:
+def _find_bad_steps_in_messages(evidence: Evidence) -> list[_BadStep]:
     """The same as the probe printed them, in a log that came without its records."""
     bad = []
     for line in probe_messages(evidence):
@@ -324,7 +324,7 @@ def _bad_steps_of_messages(evidence: Evidence) -> list[_BadStep]:
 
 def _is_never_finite(evidence: Evidence) -> bool:
     """Whether every step is bad, from the first one on, and there are several."""
-    bad = {step.number for step in _bad_steps(evidence)}
+    bad = {step.number for step in _find_bad_steps(evidence)}
     steps = {step.step for step in evidence.rank_steps}
     steps |= {line.step for line in evidence.lines}
     return len(steps) > 1 and min(steps) <= 1 and steps == bad
@@ -372,7 +372,7 @@ def _describe(evidence: Evidence, bad: _BadStep) -> _Description:
     return _Description(what, value or "not finite", last, fields)
 
 
-def _unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
+def _find_unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
     """The first steps of a completed run that some rank's record does not have.
 
     The last steps of any other run may still have been on their way.
@@ -398,12 +398,12 @@ def _unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
 
 
 def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
-    corrupt = _corrupt_gradients(evidence)
+    corrupt = _observe_corrupt_gradients(evidence)
     if corrupt is not None:
         return corrupt
     reports = evidence.last_events("gradients")
     compared = in_state(reports, "true")
-    noise = _noise(evidence)
+    noise = _find_noise(evidence)
     detail: dict[str, object] = {}
     if noise is not None:
         detail["norms"] = noise.text
@@ -425,7 +425,7 @@ def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
     )
 
 
-def _corrupt_gradients(evidence: Evidence) -> Observation | None:
+def _observe_corrupt_gradients(evidence: Evidence) -> Observation | None:
     reports = evidence.last_events("gradients")
     corrupt = in_state(reports, "corrupt")
     if not corrupt:
@@ -459,12 +459,12 @@ class _Noise(NamedTuple):
     cite: Citable
 
 
-def _noise(evidence: Evidence) -> _Noise | None:
-    norms = _grad_norms(evidence)
+def _find_noise(evidence: Evidence) -> _Noise | None:
+    norms = _collect_grad_norms(evidence)
     if len(norms) < NORMS:
         return None
     largest = max(norms, key=lambda norm: norm.value)
-    if largest.value >= WILD_NORM and not _loss_falls(evidence):
+    if largest.value >= WILD_NORM and not _is_loss_falling(evidence):
         text = f"gradient norms up to {largest.value:.3g} (step {largest.step}), and the loss "
         return _Noise(f"{text}does not fall", largest.cite)
     usual = statistics.median(norm.value for norm in norms)
@@ -481,7 +481,7 @@ def _noise(evidence: Evidence) -> _Noise | None:
     return _Noise(text, jump.cite)
 
 
-def _grad_norms(evidence: Evidence) -> list[_Norm]:
+def _collect_grad_norms(evidence: Evidence) -> list[_Norm]:
     """The norms that the first rank with any recorded, else those in the log."""
     norms: list[_Norm] = []
     for record in evidence.records:
@@ -497,13 +497,13 @@ def _grad_norms(evidence: Evidence) -> list[_Norm]:
     return norms
 
 
-def _finite_losses(evidence: Evidence) -> list[float]:
+def _collect_finite_losses(evidence: Evidence) -> list[float]:
     """The finite losses of all attempts: a run that was resumed is one run."""
     return list(filter(math.isfinite, losses_of_run(evidence)))
 
 
-def _loss_falls(evidence: Evidence) -> bool:
-    values = _finite_losses(evidence)
+def _is_loss_falling(evidence: Evidence) -> bool:
+    values = _collect_finite_losses(evidence)
     if len(values) < TREND_LOSSES:
         return len(values) > 1 and values[-1] < values[0] * (1 - TREND_CHANGE)
     trend = compute_trend(values)
@@ -511,10 +511,10 @@ def _loss_falls(evidence: Evidence) -> bool:
 
 
 def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
-    still = _still_trend(evidence)
+    still = _observe_still_trend(evidence)
     if still is not None:
         return still
-    values = _finite_losses(evidence)
+    values = _collect_finite_losses(evidence)
     detail: dict[str, object] = {"losses": len(values)}
     if len(values) < TREND_LOSSES:
         reason = f"{len(values)} losses were recorded, {TREND_LOSSES} are needed"
@@ -529,11 +529,11 @@ def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
     if expected == "falling":
         help = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
     reason = f"from the first step to the last the loss changes by {change:+.1%} (z {trend.z:.1f})"
-    cites = _first_and_last(evidence)
+    cites = _cite_first_and_last(evidence)
     return Observation(state, cites=cites, detail=detail, reason=reason, help=help)
 
 
-def _still_trend(evidence: Evidence) -> Observation | None:
+def _observe_still_trend(evidence: Evidence) -> Observation | None:
     """That nothing was learned: a norm or rate of 0 in every one of two steps or more."""
     numbers = set()
     norms = set()
@@ -556,7 +556,7 @@ def _still_trend(evidence: Evidence) -> Observation | None:
     else:
         return None
     # the record of the probe says it better than the log
-    cites = _first_and_last(replace(evidence, log=None)) or _first_and_last(evidence)
+    cites = _cite_first_and_last(replace(evidence, log=None)) or _cite_first_and_last(evidence)
     return Observation(
         "still",
         unwanted=True,
@@ -617,8 +617,8 @@ def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
     if end.state == "completed":
         # after a good end, only what was raised is of this run
         raised = {signal.line for signal in evidence.signals("exception")}
-        gpu = _on_lines(gpu, raised)
-        host = _on_lines(host, raised)
+        gpu = _select_on_lines(gpu, raised)
+        host = _select_on_lines(host, raised)
     if host and not gpu:
         return Observation("oom", cites=host, detail=detail, help=HELP["oom_host"])
     error = " ".join((end.error or {}).values())
@@ -636,7 +636,7 @@ def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
     return Observation("oom", cites=gpu, detail=detail, help=help)
 
 
-def _on_lines(signals: Iterable[Signal], lines: set[int]) -> tuple[Signal, ...]:
+def _select_on_lines(signals: Iterable[Signal], lines: set[int]) -> tuple[Signal, ...]:
     return tuple(signal for signal in signals if signal.line in lines)
 
 

@@ -115,13 +115,13 @@ def observe_liger(evidence: Evidence, expected: str | None) -> Observation:
     by_rank = {}
     for record in evidence.records:
         if record.steps:
-            by_rank[record.rank] = _liger_counts(record)
+            by_rank[record.rank] = _count_liger_calls(record)
     if not by_rank:
-        return _liger_logged(evidence, expected)
-    return _liger_counted(evidence, expected, _LigerCalls(by_rank))
+        return _observe_liger_in_log(evidence, expected)
+    return _observe_liger_calls(evidence, expected, _LigerCalls(by_rank))
 
 
-def _liger_counts(record: RankRecord) -> dict[str, int]:
+def _count_liger_calls(record: RankRecord) -> dict[str, int]:
     event = record.last("liger")
     if event is None:
         return {}
@@ -133,15 +133,19 @@ def _liger_counts(record: RankRecord) -> dict[str, int]:
     return counts
 
 
-def _liger_counted(evidence: Evidence, expected: str | None, calls: _LigerCalls) -> Observation:
+def _observe_liger_calls(
+    evidence: Evidence, expected: str | None, calls: _LigerCalls
+) -> Observation:
     missing = evidence.missing_ranks(calls.by_rank)
     detail: dict[str, object] = {name: calls.of(name) for name in calls.operations()}
     detail |= missing
     cites = evidence.last_events("liger")
     idle = calls.idle_ranks()
     if idle:
-        return _liger_idle(evidence, expected, idle, replace(UNKNOWN, cites=cites, detail=detail))
-    uncalled = _uncalled_losses(evidence, calls)
+        return _observe_idle_liger(
+            evidence, expected, idle, replace(UNKNOWN, cites=cites, detail=detail)
+        )
+    uncalled = _find_uncalled_losses(evidence, calls)
     if uncalled and expected == "engaged":
         names = ", ".join(uncalled)
         return Observation(
@@ -168,7 +172,7 @@ def _liger_counted(evidence: Evidence, expected: str | None, calls: _LigerCalls)
     )
 
 
-def _uncalled_losses(evidence: Evidence, calls: _LigerCalls) -> dict[str, dict[str, int]]:
+def _find_uncalled_losses(evidence: Evidence, calls: _LigerCalls) -> dict[str, dict[str, int]]:
     """The fused losses that Liger patched in, and that some rank never called.
 
     They save the memory of the logits, and the other kernels run without them. Which of the other
@@ -189,7 +193,7 @@ def _is_patched(evidence: Evidence, operation: str) -> bool:
     return False
 
 
-def _liger_idle(
+def _observe_idle_liger(
     evidence: Evidence, expected: str | None, idle: Sequence[int], observation: Observation
 ) -> Observation:
     """What is to be said of ranks that called no kernel; `observation` has cites and detail."""
@@ -221,7 +225,7 @@ def _liger_idle(
     return Observation("not_engaged", cites=cites, detail=detail, reason=reason, help=help)
 
 
-def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
+def _observe_liger_in_log(evidence: Evidence, expected: str | None) -> Observation:
     """By announcements, which can rule Liger out but never prove that it runs."""
     is_off = evidence.arguments.get("use_liger_kernel") == "False"
     applied: tuple[Signal, ...] = ()
@@ -251,10 +255,12 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
         reason = _LIGER_LOGGED.format("that it is tried")
         proved = expected == "off"
         return Observation("attempted", proved=proved, cites=attempted, reason=reason)
-    return _liger_unannounced(evidence, expected, is_off=is_off)
+    return _observe_unannounced_liger(evidence, expected, is_off=is_off)
 
 
-def _liger_unannounced(evidence: Evidence, expected: str | None, *, is_off: bool) -> Observation:
+def _observe_unannounced_liger(
+    evidence: Evidence, expected: str | None, *, is_off: bool
+) -> Observation:
     """What the absence of the announcement right before training proves.
 
     No attempt was made if the arguments or the script rule it out (use_qlora wins over
@@ -281,9 +287,9 @@ def _liger_unannounced(evidence: Evidence, expected: str | None, *, is_off: bool
 
 
 def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
-    observation = _packing_by_rank(evidence, expected)
+    observation = _observe_packing_by_rank(evidence, expected)
     if observation is None:
-        observation = _packing_logged(evidence, expected)
+        observation = _observe_packing_in_log(evidence, expected)
     state = observation.state
     if state == "off" and expected in ("isolated", "on"):
         ranks = as_mapping(observation.detail.get("ranks"))
@@ -301,7 +307,7 @@ def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
     return observation
 
 
-def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
+def _observe_packing_in_log(evidence: Evidence, expected: str | None) -> Observation:
     announced = evidence.signals("packing")
     argument: tuple[LogLine, ...] = ()
     if evidence.log is not None:
@@ -315,24 +321,24 @@ def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
     return UNKNOWN
 
 
-def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:
+def _observe_packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:
     """The gravest state that a rank saw; None if no rank looked at a batch."""
     by_rank = {}
     for record in evidence.records:
-        event = _packing_event(record)
+        event = _find_packing_event(record)
         if event is not None:
             by_rank[record.rank] = event
     if not by_rank:
         return None
     states = {str(rank): str(event.text("state")) for rank, event in by_rank.items()}
     is_packed = expected in ("isolated", "on")
-    state = _gravest_packing(states.values(), is_packed=is_packed)
+    state = _choose_gravest_packing(states.values(), is_packed=is_packed)
     cites = in_state(by_rank.values(), state)
     missing = evidence.missing_ranks(by_rank)
-    detail = _fields(cites[0]) | missing
+    detail = _select_fields(cites[0]) | missing
     if len(set(states.values())) > 1:
         detail["ranks"] = states
-    stand_in = _stand_in(evidence, "documents")
+    stand_in = _find_stand_in(evidence, "documents")
     if stand_in is not None:
         detail["stand_in"] = stand_in
     for event in evidence.events("half_wasted")[:1]:
@@ -358,7 +364,7 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
     )
 
 
-def _stand_in(evidence: Evidence, feature: str) -> str | None:
+def _find_stand_in(evidence: Evidence, feature: str) -> str | None:
     """What the probe supplied for a feature that a CPU lacks."""
     for event in evidence.events("supplied"):
         if event.text("what") == feature:
@@ -366,7 +372,7 @@ def _stand_in(evidence: Evidence, feature: str) -> str | None:
     return None
 
 
-def _packing_event(record: RankRecord) -> Event | None:
+def _find_packing_event(record: RankRecord) -> Event | None:
     """The event with the gravest state of a rank."""
     by_state = {event.text("state"): event for event in record.all("packing_isolation", "packing")}
     for state in reversed(_PACKING_STATES):
@@ -375,7 +381,7 @@ def _packing_event(record: RankRecord) -> Event | None:
     return None
 
 
-def _gravest_packing(states: Collection[str], *, is_packed: bool) -> str:
+def _choose_gravest_packing(states: Collection[str], *, is_packed: bool) -> str:
     order = ("leaking", "on", "isolated", "off")
     if is_packed:
         order = ("leaking", "off", "on", "isolated")
@@ -393,7 +399,7 @@ def first_reason(events: Iterable[Event]) -> str | None:
 def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
-        return _attention_logged(evidence, expected)
+        return _observe_attention_in_log(evidence, expected)
     differing = []
     if expected is not None:
         accepted = (expected, ATTENTION.get(expected, expected))
@@ -446,7 +452,7 @@ def observe_positions(evidence: Evidence, _expected: str | None) -> Observation:
     return Observation(state, proved=not missing, cites=events, detail=detail)
 
 
-def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
+def _observe_attention_in_log(evidence: Evidence, expected: str | None) -> Observation:
     detected = evidence.signals("attention")[-1:]
     # DPO's own argument wins
     word = evidence.arguments.get("attn_implementation", "").strip("'")
@@ -478,7 +484,7 @@ def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
     if others:
         reason = f"the world size was {probe.world}, {world} was planned"
         return replace(different, cites=others, reason=reason)
-    planned = _planned_batch(manifest)
+    planned = _read_planned_batch(manifest)
     # of data with fewer rows than a step, every step is an epoch's last
     rows = manifest.plan.rows
     has_few_rows = False
@@ -487,12 +493,12 @@ def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
     as_planned = []
     for start in starts:
         steps = probe.ranks[start.rank].steps
-        odd = [planned.differs(_batch_of(step), has_few_rows=has_few_rows) for step in steps]
+        odd = [planned.differs(_read_batch_size(step), has_few_rows=has_few_rows) for step in steps]
         # an epoch's last step may be smaller, but not two steps in a row
         for number in range(1, len(steps)):
             if odd[number - 1] and odd[number]:
                 step = steps[number]
-                sizes = f"step {step.step} of rank {step.rank}: {_batch_of(step).describe()}"
+                sizes = f"step {step.step} of rank {step.rank}: {_read_batch_size(step).describe()}"
                 reason = f"{sizes}; planned: {planned.describe()}"
                 return replace(different, cites=(step,), reason=reason)
         if start.number("world") and (manifest.steps == 0 or not all(odd)):
@@ -531,11 +537,11 @@ class _BatchSize:
         return ", ".join(parts)
 
 
-def _batch_of(step: ProbeStep) -> _BatchSize:
+def _read_batch_size(step: ProbeStep) -> _BatchSize:
     return _BatchSize(step.micro_batches, step.rows)
 
 
-def _planned_batch(manifest: Manifest) -> _BatchSize:
+def _read_planned_batch(manifest: Manifest) -> _BatchSize:
     backend = BACKENDS.get(str(manifest.backend))
     entry = None
     if backend is not None:
@@ -562,33 +568,33 @@ def _planned_batch(manifest: Manifest) -> _BatchSize:
 
 
 def observe_dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
-    observation = _cache_by_rank(evidence, "dataset_cache")
+    observation = _observe_cache_by_rank(evidence, "dataset_cache")
     if observation is None:
         misses = evidence.signals("dataset_missed", "dataset_saved")
         hits = evidence.signals("dataset_found")
         is_headless = evidence.log is not None and evidence.log.headless
         observation = UNKNOWN
         if misses or not is_headless:
-            observation = _cache_logged(evidence, misses, hits)
-    return _with_cache_reason(observation, expected)
+            observation = _observe_cache_in_log(evidence, misses, hits)
+    return _add_cache_reason(observation, expected)
 
 
 def observe_reference_cache(evidence: Evidence, expected: str | None) -> Observation:
-    observation = _cache_by_rank(evidence, "reference_cache")
+    observation = _observe_cache_by_rank(evidence, "reference_cache")
     if observation is None:
-        observation = _reference_cache_logged(evidence)
+        observation = _observe_reference_cache_in_log(evidence)
     if observation.state == "stale":
         return replace(observation, unwanted=True, help=_STALE_HELP)
-    return _with_cache_reason(observation, expected)
+    return _add_cache_reason(observation, expected)
 
 
-def _reference_cache_logged(evidence: Evidence) -> Observation:
+def _observe_reference_cache_in_log(evidence: Evidence) -> Observation:
     messages = probe_messages(evidence, _STALE)
     if messages:
         return Observation("stale", cites=messages)
     misses = evidence.signals("reference_missed")
     hits = evidence.signals("reference_hit")
-    observation = _cache_logged(evidence, misses, hits)
+    observation = _observe_cache_in_log(evidence, misses, hits)
     first = first_plain_loss(evidence.log)
     if observation.state != "hit" or first is None:
         return observation
@@ -615,7 +621,7 @@ def first_plain_loss(log: Log | None) -> StepLine | None:
     return first
 
 
-def _cache_logged(
+def _observe_cache_in_log(
     evidence: Evidence, misses: Sequence[Signal], hits: Sequence[Signal]
 ) -> Observation:
     """A miss outweighs all hits: one rank fills a cache and the others find it.
@@ -637,7 +643,7 @@ def _cache_logged(
     return Observation("miss", cites=cites, detail=detail)
 
 
-def _cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
+def _observe_cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
     for state in ("stale", "miss", "hit"):
         events = in_state(evidence.events(name), state)
         if not events:
@@ -646,16 +652,16 @@ def _cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
         if state == "hit" and evidence.probe is not None:
             # a rank without a record may be the one that filled the cache
             missing = evidence.missing_ranks(evidence.probe.ranks)
-        detail = _fields(events[0]) | missing
+        detail = _select_fields(events[0]) | missing
         return Observation(state, proved=not missing, cites=events, detail=detail)
     return None
 
 
-def _fields(event: Event) -> dict[str, object]:
+def _select_fields(event: Event) -> dict[str, object]:
     return {key: value for key, value in event.fields.items() if key not in ("t", "state")}
 
 
-def _with_cache_reason(observation: Observation, expected: str | None) -> Observation:
+def _add_cache_reason(observation: Observation, expected: str | None) -> Observation:
     path = observation.detail.get("path")
     where = f": {path}" if path else ""
     if expected == "hit" and observation.state == "miss":

@@ -54,13 +54,13 @@ def points(verdict: Json) -> list[Point]:
 
 def failed_first(verdict: Json) -> list[Point]:
     """The points that failed, then those that nothing proves, then the others."""
-    failed = _with_ok(points(verdict), False)
-    unproved = _with_ok(points(verdict), None)
+    failed = _select_by_ok(points(verdict), False)
+    unproved = _select_by_ok(points(verdict), None)
     others = [point for point in points(verdict) if point not in failed + unproved]
     return failed + unproved + others
 
 
-def _with_ok(points: Iterable[Point], ok: bool | None) -> list[Point]:
+def _select_by_ok(points: Iterable[Point], ok: bool | None) -> list[Point]:
     return [point for point in points if point.get("ok") is ok]
 
 
@@ -71,7 +71,7 @@ def is_wanted(point: Point) -> bool:
 
 def outcome(verdict: Json) -> str:
     """The status for people: `stopped` if a signal ended the run and nothing else failed."""
-    failed = _with_ok(points(verdict), False)
+    failed = _select_by_ok(points(verdict), False)
     if len(failed) == 1 and failed[0].get("name") == "finish":
         finish = failed[0]
         detail = as_mapping(finish.get("detail"))
@@ -91,31 +91,31 @@ def cause(verdict: Json) -> Cause | None:
     finish = by_name.get("finish", {})
     memory = by_name.get("memory", {})
     if memory.get("state") == "oom":
-        return _out_of_memory(memory, finish)
+        return _explain_out_of_memory(memory, finish)
     if finish.get("ok") is not False:
-        gravest = _gravest(points(verdict))
-        return None if gravest is None else _cause_of(_shortfall(gravest), gravest)
-    return _bad_end(verdict, finish)
+        gravest = _choose_gravest(points(verdict))
+        return None if gravest is None else _build_cause(_describe_shortfall(gravest), gravest)
+    return _explain_bad_end(verdict, finish)
 
 
-def _out_of_memory(memory: Point, finish: Point) -> Cause:
+def _explain_out_of_memory(memory: Point, finish: Point) -> Cause:
     phase = str(as_mapping(memory.get("detail")).get("during"))
     text = "out of memory" + DURING.get(phase, "")
-    message = _error(finish).get("message")
+    message = _read_error(finish).get("message")
     if message:
         text += f": {message}"
-    return _cause_of(text, memory, finish)
+    return _build_cause(text, memory, finish)
 
 
-def _bad_end(verdict: Json, finish: Point) -> Cause:
+def _explain_bad_end(verdict: Json, finish: Point) -> Cause:
     is_stopped = outcome(verdict) == "stopped"
-    error = _error(finish)
+    error = _read_error(finish)
     witnesses = [finish]
     if error.get("type") == "violation":
         # the point that broke `expect:` knows more about it than the end that followed
-        broken = [point for point in _with_ok(points(verdict), False) if point is not finish]
+        broken = [point for point in _select_by_ok(points(verdict), False) if point is not finish]
         witnesses = [*broken, finish]
-    cause = _cause_of(_describe_end(finish, is_stopped=is_stopped), *witnesses)
+    cause = _build_cause(_describe_end(finish, is_stopped=is_stopped), *witnesses)
     if is_stopped:
         return replace(cause, help=_START_AGAIN, line={})
     if cause.help is None and error:
@@ -123,16 +123,16 @@ def _bad_end(verdict: Json, finish: Point) -> Cause:
     return cause
 
 
-def _gravest(points: Sequence[Point]) -> Point | None:
+def _choose_gravest(points: Sequence[Point]) -> Point | None:
     """The first point that failed; else one that shows something odd, else one without proof."""
-    unproved = _with_ok(points, None)
+    unproved = _select_by_ok(points, None)
     odd = [point for point in unproved if point.get("state") in _ODD_STATES]
-    for point in (*_with_ok(points, False), *odd, *unproved):
+    for point in (*_select_by_ok(points, False), *odd, *unproved):
         return point
     return None
 
 
-def _cause_of(text: str, *witnesses: Point) -> Cause:
+def _build_cause(text: str, *witnesses: Point) -> Cause:
     """A cause with the first help and the first line of evidence of its points."""
     help = None
     line: Point = {}
@@ -141,7 +141,7 @@ def _cause_of(text: str, *witnesses: Point) -> Cause:
         detail = as_mapping(point.get("detail"))
         if help is None and detail.get("help"):
             help = str(detail["help"])
-        line = line or _line(point)
+        line = line or _choose_line(point)
         repeated += reasons(detail)
     return Cause(text=text, help=help, line=line, repeated=tuple(repeated))
 
@@ -150,11 +150,11 @@ def unreached(verdict: Json) -> list[str]:
     """The points that could not be shown because training never reached its first step."""
     if verdict.get("steps") or outcome(verdict) == "pass":
         return []
-    unproved = _with_ok(points(verdict), None)
+    unproved = _select_by_ok(points(verdict), None)
     return [str(point.get("name")) for point in unproved if point.get("state") in _UNREACHED_STATES]
 
 
-def _shortfall(point: Point) -> str:
+def _describe_shortfall(point: Point) -> str:
     name = point.get("name")
     state = point.get("state")
     expected = point.get("expected")
@@ -170,11 +170,11 @@ def _shortfall(point: Point) -> str:
     return f"{text}: {reason}" if reason else text
 
 
-def _error(finish: Point) -> Point:
+def _read_error(finish: Point) -> Point:
     return as_mapping(as_mapping(finish.get("detail")).get("error"))
 
 
-def _raised(detail: Json) -> str | None:
+def _describe_error(detail: Json) -> str | None:
     error = as_mapping(detail.get("error"))
     if not error:
         return None
@@ -192,7 +192,7 @@ def _raised(detail: Json) -> str | None:
 def _describe_end(finish: Point, *, is_stopped: bool) -> str:
     detail = as_mapping(finish.get("detail"))
     state = str(finish.get("state"))
-    raised = _raised(detail)
+    raised = _describe_error(detail)
     if raised is not None and not is_stopped:
         return raised
     # if a signal was requested, what it raised in Python says nothing
@@ -214,10 +214,10 @@ def _describe_end(finish: Point, *, is_stopped: bool) -> str:
     return text
 
 
-def _line(point: Point) -> Point:
+def _choose_line(point: Point) -> Point:
     """The evidence that shows what went wrong: what names the error, else what the log has."""
     citations = [as_mapping(citation) for citation in as_list(point.get("evidence"))]
-    message = str(_error(point).get("message") or "").strip()[:_MESSAGE_CHARS]
+    message = str(_read_error(point).get("message") or "").strip()[:_MESSAGE_CHARS]
     if message:
         naming = [citation for citation in citations if message in str(citation.get("text"))]
         citations = naming or citations
@@ -248,7 +248,7 @@ def sentence(point: Point) -> str | None:
 
 def reasons(detail: Point) -> Iterator[str]:
     """Why a point is not as expected, and what to do about it."""
-    raised = _raised(detail)
+    raised = _describe_error(detail)
     if raised is not None:
         yield raised
     if detail.get("signal"):

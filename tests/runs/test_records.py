@@ -44,7 +44,7 @@ NUMBER = int(os.environ.get("N", "100"))
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCH_GRACE", "0,0,0")
     monkeypatch.setattr(runner, "GRACE_S", (0.0, 0.0, 0.0))
-    overview._marks.cache_clear()
+    overview._list_marks.cache_clear()
 
 
 def make_run(name: str = OVER, *, ended: bool = True, **manifest: Any) -> RunFolder:
@@ -80,7 +80,7 @@ def launch(*words: str) -> int:
 def answer_of(capsys: Capture, *words: str) -> Any:
     """The data of a command's JSON answer."""
     capsys.readouterr()
-    overview._marks.cache_clear()
+    overview._list_marks.cache_clear()
     launch(*words, "--format", "json")
     return json.loads(capsys.readouterr().out)["data"]
 
@@ -245,14 +245,14 @@ def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(
 ) -> None:
     make_run()
     make_run(HEALTHY)
-    read = overview._lasting_columns
+    read = overview._read_lasting_columns
 
     def fail_for_one(folder: RunFolder, manifest: Any) -> dict[str, Any]:
         if folder.path.name == OVER:
             raise RuntimeError("an unforeseen error")
         return read(folder, manifest)
 
-    monkeypatch.setattr(overview, "_lasting_columns", fail_for_one)
+    monkeypatch.setattr(overview, "_read_lasting_columns", fail_for_one)
 
     assert states(capsys) == {OVER: "unknown", HEALTHY: "finished"}
     assert launch("runs") == 0

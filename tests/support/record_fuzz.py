@@ -412,7 +412,7 @@ class Fuzz:
         self.bug = None
         out = io.StringIO()
         signal.setitimer(signal.ITIMER_REAL, limit or self.scene.seconds)
-        overview._marks.cache_clear()
+        overview._list_marks.cache_clear()
         stdout = contextlib.redirect_stdout(TextOverBytes(out))
         stderr = contextlib.redirect_stderr(TextOverBytes(io.StringIO()))
         try:

@@ -498,7 +498,7 @@ def test_a_judgement_reads_every_record_once(
     files.write_json(folder / "run.1.json", made_runs.manifest())
     made_runs.made(folder, attempt=2, first=11, told=made_runs.manifest(attempt=2))
     reads = count_calls(monkeypatch, files, "read_bytes", lambda path, *_: path.name)
-    rows = count_calls(monkeypatch, evidence, "_step_rows", lambda *_: "rows")
+    rows = count_calls(monkeypatch, evidence, "_build_step_rows", lambda *_: "rows")
 
     judged = judge.judge_run(RunFolder(folder))
     series.run_from_judgement(folder, judged)

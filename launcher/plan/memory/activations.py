@@ -7,6 +7,8 @@ The form of the formulas is that of "Reducing Activation Recomputation in Large 
 and the three products of a gated MLP.
 """
 
+import math
+
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
@@ -20,8 +22,10 @@ def layer(setup: Setup) -> float:
     if setup.quantised is not None and setup.wide:
         # quantised linears return fp32 for fp32
         products *= 2
-    per_token = _norms(setup) + products * setup.shape.intermediate + _adapters(setup)
-    return per_token * setup.batch.tokens + _attention(setup)
+    per_token = (
+        _count_norm_bytes(setup) + products * setup.shape.intermediate + _count_adapter_bytes(setup)
+    )
+    return per_token * setup.batch.tokens + _count_attention_bytes(setup)
 
 
 def compiled_layer(setup: Setup, share: float) -> float:
@@ -94,7 +98,7 @@ def needs_mask(setup: Setup) -> bool:
     return setup.packed and not caches
 
 
-def _norms(setup: Setup) -> float:
+def _count_norm_bytes(setup: Setup) -> float:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
     shape = setup.shape
     per_hidden = 2 * norm_kept(setup, setup.state_width)
@@ -121,7 +125,7 @@ def norm_kept(setup: Setup, state: int) -> int:
     return kept
 
 
-def _attention(setup: Setup) -> float:
+def _count_attention_bytes(setup: Setup) -> float:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
     shape = setup.shape
     batch = setup.batch
@@ -134,11 +138,12 @@ def _attention(setup: Setup) -> float:
     # k and v are repeated for every query head; the mask is made additive in every layer
     if shape.kv_heads != shape.heads:
         plain = 4 * (2 * shape.query + shape.heads)
-    mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
+    padded_width = 8 * math.ceil(batch.width / 8)
+    mask = HALF * batch.rows * batch.width * padded_width
     return plain * batch.tokens + mask
 
 
-def _adapters(setup: Setup) -> float:
+def _count_adapter_bytes(setup: Setup) -> float:
     """LoRA keeps each pair's dropped-out input (bf16), the dropout mask, and the narrow product."""
     adapters = setup.adapters
     if adapters is None:
@@ -175,20 +180,20 @@ def backward(setup: Setup) -> float:
         rope += HALF * shape.hidden * shape.intermediate
     per_token = max(
         inner * shape.intermediate + hidden * shape.hidden
-        for inner, hidden in _backward_points(setup)
+        for inner, hidden in _find_backward_points(setup)
     )
     return per_token * batch.tokens + rope
 
 
-def _backward_points(setup: Setup) -> list[tuple[float, int]]:
+def _find_backward_points(setup: Setup) -> list[tuple[float, int]]:
     """Bytes an element of the MLP's and of the residual's width a token, at the fullest points."""
     adapters = setup.adapters
     state = setup.state_width
     if adapters is not None and (setup.quantised is not None or not setup.wide):
         if not setup.wide:
-            return _adapted_backward(setup, adapters, adapters.bytes)
+            return _find_adapted_backward_points(setup, adapters, adapters.bytes)
         # around fp32 states twice as much, whatever the type of the adapters
-        points = _adapted_backward(setup, adapters, HALF)
+        points = _find_adapted_backward_points(setup, adapters, HALF)
         return [(2 * inner, 2 * hidden) for inner, hidden in points]
     if adapters is not None and "down_proj" in adapters.targets:
         return [(11.5 if adapters.bytes == FULL else 4.0, state)]
@@ -202,7 +207,9 @@ def _backward_points(setup: Setup) -> list[tuple[float, int]]:
     return [(4, state)]
 
 
-def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tuple[float, int]]:
+def _find_adapted_backward_points(
+    setup: Setup, adapters: Adapters, width: int
+) -> list[tuple[float, int]]:
     """The fullest points on 16-bit weights, where adapters have `width` bytes an element.
 
     Read off traces: a frozen linear keeps no input, an adapter's own is cast and dropped out.

@@ -66,32 +66,32 @@ def enter(setup: Setup, ledger: Ledger) -> None:
     """Enter what the engine of this setup allocates; raises InvalidConfig (`unknown-memory`)."""
     zero = setup.zero
     if setup.sharding is not None:
-        _fsdp(setup, setup.sharding, ledger)
+        _enter_fsdp(setup, setup.sharding, ledger)
     elif zero is None:
-        _plain(setup, ledger)
+        _enter_plain(setup, ledger)
     elif setup.quantised is not None:
         raise undescribed("DeepSpeed with quantised weights is not described")
     elif zero.stage in (1, 2):
-        _partitioned(setup, zero, ledger)
+        _enter_zero_1_and_2(setup, zero, ledger)
     elif zero.stage == 3:
-        _sharded(setup, zero, ledger)
+        _enter_zero_3(setup, zero, ledger)
     else:
         raise undescribed(f"DeepSpeed without ZeRO (stage {zero.stage}) is not described")
 
 
-def _from_second_step(setup: Setup) -> tuple[str, ...]:
+def _list_phases_from_second_step(setup: Setup) -> tuple[str, ...]:
     """The phases that what the first step makes is alive in: not a reference pass beforehand."""
     return STEPS if setup.reference == "cache" else PHASES
 
 
-def _accumulating(setup: Setup) -> set[str]:
+def _list_accumulating_phases(setup: Setup) -> set[str]:
     """The phases up to the backward pass, where gradients of earlier micro-batches wait in them."""
     if setup.accumulation == 1:
         return set()
-    return {REFERENCE, FORWARD, LOSS, OUTPUT} & {*_from_second_step(setup)}
+    return {REFERENCE, FORWARD, LOSS, OUTPUT} & {*_list_phases_from_second_step(setup)}
 
 
-def _plain(setup: Setup, ledger: Ledger) -> None:
+def _enter_plain(setup: Setup, ledger: Ledger) -> None:
     """No DeepSpeed: one process, or torch's DistributedDataParallel."""
     shape = setup.shape
     add = ledger.add
@@ -108,23 +108,35 @@ def _plain(setup: Setup, ledger: Ledger) -> None:
         add(PHASES, "weights", name, quantised.bytes * linears, why, source)
         rest = shape.parameters - linears
         add(PHASES, "weights", "other weights", width * rest, f"{width} x the rest")
-    _other_models(setup, ledger, width, f"{width}P")
+    _enter_other_models(setup, ledger, width, f"{width}P")
     states = setup.state_bytes
     if states is None:
         states = 2.0 * setup.gradient_bytes
     why = f"{states:g} x trained parameters"
-    add(_from_second_step(setup), "optimizer", "Adam's two states", states * trained, why)
+    add(
+        _list_phases_from_second_step(setup),
+        "optimizer",
+        "Adam's two states",
+        states * trained,
+        why,
+    )
     gradients = setup.gradient_bytes * trained
     if setup.processes > 1:
         why = "DistributedDataParallel's buckets: one copy of the gradients"
-        add(_from_second_step(setup), "communication", "gradient buckets", gradients, why)
+        add(
+            _list_phases_from_second_step(setup),
+            "communication",
+            "gradient buckets",
+            gradients,
+            why,
+        )
     live = {EMBEDDING, STEP}
     if setup.accumulation > 1:
-        live |= {*_accumulating(setup), OUTPUT_SENT, LAYER}
+        live |= {*_list_accumulating_phases(setup), OUTPUT_SENT, LAYER}
     add(live, "gradients", "gradients", gradients, f"{setup.gradient_bytes} x trained")
     if not setup.fused_optimizer:
-        _square_roots(ledger, states / 2 * trained, f"{states / 2:g} x trained")
-    _embedding_gradient(setup, ledger)
+        _enter_square_roots(ledger, states / 2 * trained, f"{states / 2:g} x trained")
+    _enter_embedding_gradient(setup, ledger)
     if not setup.casts:
         return
     name = "autocast's copies"
@@ -138,7 +150,9 @@ def _plain(setup: Setup, ledger: Ledger) -> None:
         add({LOSS, OUTPUT, OUTPUT_SENT, LAYER}, "weights", name, copies, why)
 
 
-def _other_models(setup: Setup, ledger: Ledger, width: int, formula: str, ranks: int = 1) -> None:
+def _enter_other_models(
+    setup: Setup, ledger: Ledger, width: int, formula: str, ranks: int = 1
+) -> None:
     """Adapters, and the second model that TRL's DPO compares with."""
     if setup.adapters is not None:
         why = f"{setup.adapters.bytes}A"
@@ -148,12 +162,12 @@ def _other_models(setup: Setup, ledger: Ledger, width: int, formula: str, ranks:
         ledger.add(PHASES, "weights", "reference model", size, formula)
 
 
-def _square_roots(ledger: Ledger, size: float, formula: str) -> None:
+def _enter_square_roots(ledger: Ledger, size: float, formula: str) -> None:
     """What torch's Adam makes beside its states where it is not the fused one."""
     ledger.add({STEP}, "optimizer", "square roots of a state", size, formula, _ADAM)
 
 
-def _embedding_gradient(setup: Setup, ledger: Ledger, sent: float = 0, why: str = "") -> None:
+def _enter_embedding_gradient(setup: Setup, ledger: Ledger, sent: float = 0, why: str = "") -> None:
     """A dense gradient; a tied output layer's is added to it, out of place, before it is sent.
 
     `sent` are the bytes of the copy that is made to send it.
@@ -169,7 +183,7 @@ def _embedding_gradient(setup: Setup, ledger: Ledger, sent: float = 0, why: str 
         ledger.add({EMBEDDING}, "communication", "gradient being sent", sent, why)
 
 
-def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
+def _enter_fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     """FSDP2 with a group a layer: fp32 weights, gradients and states sharded, bf16 where they are
     used.
 
@@ -191,8 +205,14 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     name = "rope: sines and cosines of each layer (fp32)"
     why = f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
     add(PHASES, "other", name, shape.layers * 2 * FULL * width * shape.head_dim, why)
-    add(_from_second_step(setup), "optimizer", "Adam's two states (fp32)", 2 * part, "8P/N")
-    live = {EMBEDDING, STEP, *_accumulating(setup)}
+    add(
+        _list_phases_from_second_step(setup),
+        "optimizer",
+        "Adam's two states (fp32)",
+        2 * part,
+        "8P/N",
+    )
+    live = {EMBEDDING, STEP, *_list_accumulating_phases(setup)}
     if setup.accumulation > 1:
         live.add(LAYER)
     add(live, "gradients", "gradients (fp32), this rank's", part, "4P/N")
@@ -211,13 +231,13 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     whole = large * (1 - 1 / sharding.shards)
     add({EMBEDDING}, "gradients", name, whole, "4VH - 4VH/N")
     if not setup.fused_optimizer:
-        _square_roots(ledger, part, "4P/N")
+        _enter_square_roots(ledger, part, "4P/N")
     copies = setup.step_copies
     name = "squares of the gradients, denominators, updates"
     add({STEP}, "optimizer", name, copies * part, f"{copies} x 4P/N", _SKIP_STEP_ADAM)
 
 
-def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
+def _enter_zero_1_and_2(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     """ZeRO-2: bf16 weights everywhere, gradients, fp32 weights and states sharded over the ranks.
 
     ZeRO-1: gradients are whole until all micro-batches' have been reduced, once
@@ -232,8 +252,8 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     on_card = not zero.offload_optimizer
     parts = [OwnedPart(part, part)] if setup.adapters else cut(shape.sizes, setup.processes)
     add(PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
-    _other_models(setup, ledger, HALF, "2P")
-    steps = _from_second_step(setup)
+    _enter_other_models(setup, ledger, HALF, "2P")
+    steps = _list_phases_from_second_step(setup)
     if on_card:
         add(PHASES, "optimizer", "weights (fp32)", FULL * part, "4P/N", _WEIGHTS_PARTITION)
         name = "Adam's two states (fp32)"
@@ -242,12 +262,12 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         buffer = HALF * (trained if setup.adapters else max(shape.sizes))
         name = "buffer for offloaded gradients"
         add(steps, "communication", name, buffer, "2 x the largest weight")
-    _partitioned_gradients(setup, zero, ledger, max(part.elements for part in parts))
+    _enter_zero_gradients(setup, zero, ledger, max(part.elements for part in parts))
     live = {OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING}
     if zero.stage == 1:
         # nothing releases them before the reduction
         # (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer._release_ipg_buffers)
-        live |= _accumulating(setup)
+        live |= _list_accumulating_phases(setup)
     count = 2 if zero.overlap else 1
     why = f"{count} x 2 x {zero.bucket:,}"
     add(live, "communication", "gradient buckets", HALF * count * zero.bucket, why)
@@ -266,7 +286,7 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     if width != HALF and shape.embedding > zero.bucket:
         large = width * shape.embedding
     add({OUTPUT_SENT}, "communication", "large gradient being sent", large, large_why)
-    _embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
+    _enter_embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
     if not on_card:
         return
     fullest = max(parts, key=lambda part: HALF * part.elements + 2 * FULL * part.largest)
@@ -278,14 +298,14 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     add({STEP}, "gradients", "the same, fp32", FULL * part, "4P/N", _FLAT)
 
 
-def _partitioned_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: float) -> None:
+def _enter_zero_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: float) -> None:
     """Gradients of ZeRO-1 and 2: all of a rank's are allocated when the first have been sent.
 
     `fullest` are the elements of the rank that owns most.
     """
     shape = setup.shape
     add = ledger.add
-    accumulating = _accumulating(setup)
+    accumulating = _list_accumulating_phases(setup)
     part = HALF * fullest
     formula = f"2 x {fullest:,.0f}: P/N, and the rest of weights that the boundaries cut"
     if not zero.offload_optimizer:
@@ -365,7 +385,7 @@ def cut(sizes: Sequence[int], ranks: int) -> list[OwnedPart]:
     return parts
 
 
-def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
+def _enter_zero_3(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     """ZeRO-3: everything sharded over the ranks; weights are gathered where they are used."""
     shape = setup.shape
     ranks = setup.processes
@@ -377,12 +397,12 @@ def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     small = HALF * shape.smaller_than(zero.persistence)
     why = f"2 x weights under {zero.persistence:,}"
     add(PHASES, "weights", "small weights, whole", small, why)
-    _other_models(setup, ledger, HALF, "2P/N", ranks)
+    _enter_other_models(setup, ledger, HALF, "2P/N", ranks)
     if not zero.offload_optimizer:
         add(PHASES, "gradients", "gradients (bf16), this rank's", HALF * part, "2P/N")
         add(PHASES, "optimizer", "weights (fp32)", FULL * part, "4P/N")
         name = "Adam's two states (fp32)"
-        add(_from_second_step(setup), "optimizer", name, 2 * FULL * part, "8P/N")
+        add(_list_phases_from_second_step(setup), "optimizer", name, 2 * FULL * part, "8P/N")
         group = min(part, zero.sub_group)
         why = f"4 x {group:,.0f}"
         add({STEP}, "gradients", "fp32, one sub-group", FULL * group, why)
@@ -391,13 +411,13 @@ def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
             add({STEP}, "gradients", "flat, one sub-group", HALF * group, flat_why)
         else:
             # by then the flat one has gone
-            _square_roots(ledger, FULL * group, why)
+            _enter_square_roots(ledger, FULL * group, why)
     width = zero.communication
     # made with the engine, for good, however small the model is
     why = f"{width} x {zero.bucket:,}"
     add(PHASES, "communication", "gradient bucket", width * zero.bucket, why, _BUCKET)
     if ranks > 1 or zero.offload_params:
-        _gathered(setup, zero, ledger)
+        _enter_gathered_weights(setup, zero, ledger)
     elements = min(zero.bucket, setup.trained)
     sent = width * elements
     why = f"{width} x {elements:,.0f} to send"
@@ -409,7 +429,7 @@ def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     large = copies * width * shape.embedding if is_large else 0
     large_why = f"{copies * width}VH"
     add({OUTPUT_SENT}, "communication", "large gradient being sent", large, large_why)
-    _embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
+    _enter_embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
     if zero.overlap and ranks > 1 and is_large and not shape.tied and not setup.adapters:
         # Sent on a stream of its own, the output layer's gradient and weight are still there when
         # the layer before it computes: 1.9 to 2.0 GiB in seven measured runs of 7B, on two and on
@@ -419,7 +439,7 @@ def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         add({LAYER}, "weights", "output layer's weight, gathered", size, "2VH")
 
 
-def _gathered(setup: Setup, zero: Zero, ledger: Ledger) -> None:
+def _enter_gathered_weights(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     """Weights of other ranks: one stays while it is used again within the reuse distance.
 
     A single rank takes its own as they are

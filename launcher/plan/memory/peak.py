@@ -39,11 +39,11 @@ def estimate(setup: Setup) -> Memory:
     _enter_reference(setup, ledger)
     _enter_loss(setup, ledger)
     _enter_backward(setup, ledger)
-    phases = _phases(setup)
+    phases = _list_phases(setup)
     return Memory(phases=tuple(ledger.alive(name) for name in PHASES if name in phases))
 
 
-def _phases(setup: Setup) -> set[str]:
+def _list_phases(setup: Setup) -> set[str]:
     """The phases that this run has."""
     phases = {LOSS, LAYER, STEP}
     if setup.zero is not None and setup.zero.stage < 3:

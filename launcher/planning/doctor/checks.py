@@ -131,7 +131,7 @@ def require_ready(plan: Plan, trainer: Trainer, chosen: Devices | None) -> tuple
     if chosen is None:
         subject = replace(subject, gpus=0)
         chosen = Devices()
-    findings = (*_check(subject, chosen), *local_files(plan))
+    findings = (*_check_subject(subject, chosen), *local_files(plan))
     if errors(findings):
         raise NotReady(errors(findings))
     return about("machine", findings)
@@ -162,21 +162,23 @@ def examine(
     """
     imports = None
     if importing and subject.trainer.version >= OLDEST:
-        imports = _import(subject, chosen, timeout_s)
-    findings = [*_check(subject, chosen, imports)]
+        imports = _try_imports(subject, chosen, timeout_s)
+    findings = [*_check_subject(subject, chosen, imports)]
     if subject.plan is not None:
         findings += local_files(subject.plan)
-    findings += _checkout_notes(subject)
+    findings += _check_checkout(subject)
     extra = subject.backend.EXTRA
     gpus = bool(subject.gpus)
     return Report(
         findings=tuple(findings),
-        facts=tuple(_facts(subject, imports, chosen, look)),
+        facts=tuple(_list_facts(subject, imports, chosen, look)),
         install=install.steps(subject.trainer, extra, gpus=gpus, more=needed(subject)),
     )
 
 
-def _check(subject: Subject, chosen: Devices, imports: Imports | None = None) -> Iterator[Finding]:
+def _check_subject(
+    subject: Subject, chosen: Devices, imports: Imports | None = None
+) -> Iterator[Finding]:
     """Everything that costs no import, and what `imports` showed; worst first."""
     yield from source(subject, imports)
     yield from chosen.findings
@@ -199,17 +201,19 @@ def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
         yield launch_finding("error", "no-checkout", message, help)
     if trainer.version < OLDEST:
-        message = f"{trainer.python} ({trainer.source}) is Python {_dotted(trainer.version)}"
-        help = f"name Python {_dotted(OLDEST)} or later with --python"
+        message = (
+            f"{trainer.python} ({trainer.source}) is Python {_format_version(trainer.version)}"
+        )
+        help = f"name Python {_format_version(OLDEST)} or later with --python"
         yield launch_finding("error", "old-python", message, help)
     yield from packages(subject, imports)
 
 
-def _dotted(version: Iterable[int]) -> str:
+def _format_version(version: Iterable[int]) -> str:
     return ".".join(map(str, version))
 
 
-def _checkout_notes(subject: Subject) -> Iterator[Finding]:
+def _check_checkout(subject: Subject) -> Iterator[Finding]:
     """A checkout that is not the pin, and an empty submodule if another checkout is used."""
     from launcher.pin import pin
 
@@ -234,7 +238,7 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
     """
     imports = imports or Imports()
     trainer = subject.trainer
-    absent = _absent(subject, imports)
+    absent = _find_absent(subject, imports)
     if absent:
         steps = install.install(trainer, [install.requirement(name) for name in absent])
         commands = "; then ".join(step.shell() for step in steps)
@@ -254,10 +258,10 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
             )
             place = {"file": failure.file, "line": failure.line}
             yield launch_finding("error", "import-error", message, help, **place)
-    yield from _cuda(subject, imports)
+    yield from _check_cuda(subject, imports)
 
 
-def _absent(subject: Subject, imports: Imports) -> list[str]:
+def _find_absent(subject: Subject, imports: Imports) -> list[str]:
     """The distributions that are missing, each once."""
     distributions = {module: name for name, module in install.MODULES.items()}
     absent = list(install.missing(needed(subject), subject.trainer))
@@ -312,7 +316,7 @@ def _begins_without_flash(plan: Plan) -> bool:
     return not (schema.does(behaviour.PACKS_WITH_FLASH_ALONE) and plan.values.get("packing"))
 
 
-def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
+def _try_imports(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
     for entry in subject.entries:
         modules.append(entry.script.removesuffix(".py").replace("/", "."))
@@ -330,7 +334,7 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     )
 
 
-def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
+def _check_cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     torch = imports.cuda or {}
     if not subject.gpus or torch.get("cuda") is None:
         return
@@ -383,7 +387,7 @@ def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator
         yield launch_finding("error", "cpu-torch", message, help)
     elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
         message = f"torch {torch.version} is built for CUDA {torch.cuda}, "
-        message += f"the driver serves CUDA {_dotted(cuda)} at most"
+        message += f"the driver serves CUDA {_format_version(cuda)} at most"
         help = f"a newer driver, or a torch that is built for it: {command} "
         help += "(see pytorch.org for the builds that there are)"
         yield launch_finding("error", "old-driver", message, help)
@@ -401,13 +405,13 @@ def shared_memory(processes: int) -> Iterator[Finding]:
         yield launch_finding("warning", "small-shm", message, help)
 
 
-def _facts(
+def _list_facts(
     subject: Subject, imports: Imports | None, chosen: Devices, look: Look | None
 ) -> Iterator[Fact]:
     trainer = subject.trainer
     python = {
         "path": str(trainer.python),
-        "version": _dotted(trainer.version),
+        "version": _format_version(trainer.version),
         "source": trainer.source,
     }
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
@@ -425,7 +429,7 @@ def _facts(
         fine = [name for name in imports.modules if name not in failed]
         text = f"{len(fine)} of {len(imports.modules)} modules import"
         yield Fact("imports", text, {"fine": fine, "failed": failed})
-    yield from _gpu_facts(chosen, look)
+    yield from _list_gpu_facts(chosen, look)
     if subject.plan is not None:
         text = "unknown: the model's size is not known from here"
         needs = subject.needs()
@@ -442,7 +446,7 @@ def _facts(
         yield Fact(place.what, f"{place.path}, {text}", value)
 
 
-def _gpu_facts(chosen: Devices, look: Look | None) -> Iterator[Fact]:
+def _list_gpu_facts(chosen: Devices, look: Look | None) -> Iterator[Fact]:
     if look is not None and not look.present:
         yield Fact("GPUs", "none", [])
         return
@@ -450,14 +454,14 @@ def _gpu_facts(chosen: Devices, look: Look | None) -> Iterator[Fact]:
         gpu = look.present[0]
         text = gpu.driver or "unknown"
         if gpu.cuda is not None:
-            text += f", CUDA up to {_dotted(gpu.cuda)}"
+            text += f", CUDA up to {_format_version(gpu.cuda)}"
         yield Fact("driver", text, {"version": gpu.driver, "cuda": gpu.cuda})
         for slot in look.visible:
-            yield _slot_fact(slot, chosen, look)
+            yield _describe_slot(slot, chosen, look)
     yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
 
 
-def _slot_fact(slot: Slot, chosen: Devices, look: Look) -> Fact:
+def _describe_slot(slot: Slot, chosen: Devices, look: Look) -> Fact:
     gpu = slot.gpu
     use = look.uses.get(slot.id)
     card = {

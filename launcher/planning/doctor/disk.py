@@ -126,7 +126,7 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
     shard = likely.checkpoint // plan.nodes
     least = replace(likely, checkpoint=shard, times=likely.times or 0)
-    there = _checkpoint_bytes(output)
+    there = _measure_checkpoints(output)
     return Needs(
         least=max(0, least.most - there),
         likely=max(0, likely.most - there),
@@ -136,7 +136,7 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
     )
 
 
-def _checkpoint_bytes(output: Path | None) -> int:
+def _measure_checkpoints(output: Path | None) -> int:
     """The bytes of checkpoints that lie there: they go as new ones come."""
     if output is None:
         return 0
@@ -155,13 +155,13 @@ def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
     """
     entry = plan.stage.entry
     if entry.by_trainer:
-        return _trl(plan, count, setup)
+        return _estimate_trl(plan, count, setup)
     if entry.keeps_every_state:
-        return _olmo_core(plan, count)
-    return _open_instruct(plan, count, setup)
+        return _estimate_olmo_core(plan, count)
+    return _estimate_open_instruct(plan, count, setup)
 
 
-def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
+def _estimate_open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     """finetune.py::main[accelerator.save_state(output_dir #1],
     dpo_tune_cache.py::main[accelerator.save_state(output_dir #1] save the whole state;
     finetune.py::main[clean_last_n_checkpoints(args.output_dir #1],
@@ -195,11 +195,11 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
         final=final,
         times=_count_saves(plan),
         formula=formula,
-        limit=_limit(plan, "keep_last_n_checkpoints", 0),
+        limit=_read_limit(plan, "keep_last_n_checkpoints", 0),
     )
 
 
-def _limit(plan: Plan, name: str, least: int) -> int | None:
+def _read_limit(plan: Plan, name: str, least: int) -> int | None:
     """How many checkpoints the trainer keeps; below `least` it keeps all."""
     limit = plan.values.get(name)
     if isinstance(limit, int) and limit >= least:
@@ -207,7 +207,7 @@ def _limit(plan: Plan, name: str, least: int) -> int | None:
     return None
 
 
-def _olmo_core(plan: Plan, count: int) -> Saved:
+def _estimate_olmo_core(plan: Plan, count: int) -> Saved:
     """The oldest checkpoints go where `keep_last_n_checkpoints` limits them
     (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701
     every one stays, the first and the last step's too.
@@ -217,7 +217,7 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
     formula = "4 + 8 bytes a parameter: weights and moments"
     limit = None
     if plan.stage.schema.does(behaviour.LIMITS_CHECKPOINTS):
-        limit = _limit(plan, "keep_last_n_checkpoints", 0)
+        limit = _read_limit(plan, "keep_last_n_checkpoints", 0)
     if limit is None:
         formula += ", none of which is deleted"
     if plan.values.get("cache_logprobs_only"):
@@ -228,7 +228,7 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
     return Saved(checkpoint=12 * count, final=final, times=times, limit=limit, formula=formula)
 
 
-def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
+def _estimate_trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
     """transformers/trainer.py::Trainer._save_checkpoint saves model, optimizer and state; the
     oldest go after that.
 
@@ -252,7 +252,7 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         states = (2 + 12) * count
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
     else:
-        moments = _moment_bytes(values, width)
+        moments = _count_moment_bytes(values, width)
         states = moments * count
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
     if values.get("save_only_model"):
@@ -262,11 +262,11 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         final=final,
         times=_count_saves(plan),
         formula=formula,
-        limit=_limit(plan, "save_total_limit", 1),
+        limit=_read_limit(plan, "save_total_limit", 1),
     )
 
 
-def _moment_bytes(values: Values, width: int) -> int:
+def _count_moment_bytes(values: Values, width: int) -> int:
     """Bytes a parameter of the optimizer's state; 0 for a kind that is not described.
 
     The default is AdamW, under a name that is computed
@@ -335,7 +335,7 @@ def places(
 
 def free(path: Path) -> Room | None:
     """The room at a place that need not exist yet; None if nothing above it can be read."""
-    folder = _nearest(path)
+    folder = _find_nearest(path)
     try:
         return Room(shutil.disk_usage(folder).free, os.stat(folder).st_dev)
     except (OSError, ValueError):
@@ -344,7 +344,7 @@ def free(path: Path) -> Room | None:
 
 def not_writable(path: Path) -> str | None:
     """Why nothing can be written at a place; None if it can. A nameless file is tried."""
-    folder = _nearest(path)
+    folder = _find_nearest(path)
     if not folder.is_dir():
         return f"{folder} is not a folder"
     try:
@@ -357,7 +357,7 @@ def not_writable(path: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def _nearest(path: Path) -> Path:
+def _find_nearest(path: Path) -> Path:
     """The path, or the first folder above it that exists."""
     path = path.absolute()
     while not exists(path) and path != path.parent:

@@ -199,7 +199,7 @@ def tested() -> Mapping[str, str]:
     requirements = {}
     for extra in ("gpu", "trl", "open-instruct"):
         for text in extras().get(extra, ()):
-            requirements[_name(text)] = text
+            requirements[_parse_name(text)] = text
     return requirements
 
 
@@ -218,7 +218,7 @@ def steps(
     requirements: list[str] = []
     for name in dict.fromkeys(wanted):
         requirements += extras().get(name, ())
-    names = set(map(_name, requirements))
+    names = set(map(_parse_name, requirements))
     requirements += [requirement(name) for name in more if name not in names]
     return install(trainer, requirements)
 
@@ -229,7 +229,7 @@ def install(trainer: Trainer, requirements: Sequence[str]) -> tuple[InstallStep,
     built: dict[str, str] = {}
     unconstrained: dict[str, str] = {}
     for text in requirements:
-        name = _name(text)
+        name = _parse_name(text)
         group = plain
         if name in BUILT:
             group = built
@@ -250,18 +250,18 @@ def install(trainer: Trainer, requirements: Sequence[str]) -> tuple[InstallStep,
         argv = (*pip, "--no-build-isolation", *built.values())
         steps.append(InstallStep(argv=argv, env=BUILD_ENV))
     if unconstrained:
-        kept = [_as_installed(name, trainer) for name in _KEPT]
+        kept = [_format_requirement(name, trainer) for name in _KEPT]
         pip = pip_install(trainer, constrained=False)
         steps.append(InstallStep(argv=(*pip, *unconstrained.values(), *kept)))
     return tuple(steps)
 
 
-def _as_installed(name: str, trainer: Trainer) -> str:
+def _format_requirement(name: str, trainer: Trainer) -> str:
     version = trainer.packages.get(name)
     return requirement(name) if version is None else f"{name}=={version}"
 
 
-def _name(text: str) -> str:
+def _parse_name(text: str) -> str:
     return str(canonicalize_name(Requirement(text).name))
 
 

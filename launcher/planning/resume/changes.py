@@ -71,20 +71,20 @@ _SCHEDULE = r"""
 """
 
 
-def _pattern(names: str) -> re.Pattern[str]:
+def _compile_names(names: str) -> re.Pattern[str]:
     return re.compile("|".join(names.split()))
 
 
-_STATE = _pattern(_OPTIMIZER + _ENGINE)
+_STATE = _compile_names(_OPTIMIZER + _ENGINE)
 _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
-    (_pattern(_PASSIVE), "", None),
-    (_pattern(_MODEL), "the checkpoint holds the weights of another model", "error"),
-    (_pattern(_DATA), "the position would refer to other data", "error"),
-    (_pattern(_OPTIMIZER), "the saved state belongs to another optimizer", "error"),
-    (_pattern(_ENGINE), "the saved states may not fit another engine", "error"),
-    (_pattern(_STORED), _RESTORED, "warning"),
-    (_pattern(_SCHEDULE), "the learning rate continues with another schedule", "warning"),
-    (_pattern(".+"), "it takes effect from the checkpoint on", "warning"),
+    (_compile_names(_PASSIVE), "", None),
+    (_compile_names(_MODEL), "the checkpoint holds the weights of another model", "error"),
+    (_compile_names(_DATA), "the position would refer to other data", "error"),
+    (_compile_names(_OPTIMIZER), "the saved state belongs to another optimizer", "error"),
+    (_compile_names(_ENGINE), "the saved states may not fit another engine", "error"),
+    (_compile_names(_STORED), _RESTORED, "warning"),
+    (_compile_names(_SCHEDULE), "the learning rate continues with another schedule", "warning"),
+    (_compile_names(".+"), "it takes effect from the checkpoint on", "warning"),
 )
 """What a resume makes of another value of an argument; the first that matches its name."""
 
@@ -131,15 +131,15 @@ class Comparison:
     now: Contents
 
     def changes(self) -> Iterator[ResumeChange]:
-        yield from self._devices()
-        yield from self._batch()
-        yield from self._arguments()
-        yield from self._contents()
-        yield from self._engine()
-        yield from self._reference()
-        yield from self._versions()
+        yield from self._compare_devices()
+        yield from self._compare_batch()
+        yield from self._compare_arguments()
+        yield from self._compare_contents()
+        yield from self._compare_engine()
+        yield from self._compare_reference()
+        yield from self._compare_versions()
 
-    def _devices(self) -> Iterator[ResumeChange]:
+    def _compare_devices(self) -> Iterator[ResumeChange]:
         plan = self.plan
         was = self.record.processes
         now = plan.processes
@@ -166,7 +166,7 @@ class Comparison:
             severity = "warning"
         yield ResumeChange("gpus", was, now, effect, severity)
 
-    def _batch(self) -> Iterator[ResumeChange]:
+    def _compare_batch(self) -> Iterator[ResumeChange]:
         record = self.record
         plan = self.plan
         was, now = self.steps
@@ -186,7 +186,7 @@ class Comparison:
             if before not in (None, after):
                 yield ResumeChange(what, before, after, effect, severity, key)
 
-    def _arguments(self) -> Iterator[ResumeChange]:
+    def _compare_arguments(self) -> Iterator[ResumeChange]:
         plan = self.plan
         names = plan.stage.entry.names
         renamed = []
@@ -195,9 +195,9 @@ class Comparison:
             if was and None not in was and was == inputs.digests(self.now, role):
                 renamed.append(name)
         for name in plan.stage.schema.fields:
-            effect, severity = _effect_of(name)
+            effect, severity = _find_effect(name)
             before = self.record.argument(name)
-            after = _plain(plan.values[name])
+            after = _to_recorded(plan.values[name])
             recorded = isinstance(self.record.args.get(name), dict)
             if severity is None or not recorded or before == after:
                 continue
@@ -217,7 +217,7 @@ class Comparison:
                 severity = "warning"
             yield ResumeChange(name, before, after, effect, severity, name, effect == _RESTORED)
 
-    def _contents(self) -> Iterator[ResumeChange]:
+    def _compare_contents(self) -> Iterator[ResumeChange]:
         record = self.record.contents
         # without an adapter or a reference the weights come out of the checkpoint alone
         needs_base = self.plan.stage.schema.pairs or _has_adapter(self.plan)
@@ -230,7 +230,7 @@ class Comparison:
             after = f"{inputs.names(self.now, role)}, with other content"
             yield ResumeChange(what, inputs.names(record, role), after, effect, severity)
 
-    def _engine(self) -> Iterator[ResumeChange]:
+    def _compare_engine(self) -> Iterator[ResumeChange]:
         """With DeepSpeed or without, and the precision; not compared between a CPU and GPUs."""
         plan = self.plan
         gpus = self.record.gpus
@@ -239,8 +239,8 @@ class Comparison:
             return
         # the first record that was kept of contents tells whether there was none
         if inputs.digests(record, "code"):
-            was = _engine_in(record)
-            now = _engine_in(self.now)
+            was = _find_engine(record)
+            now = _find_engine(self.now)
             if was != now:
                 effect = "the states of the one are not those of the other"
                 yield ResumeChange("deepspeed", was, now, effect, "error")
@@ -252,7 +252,7 @@ class Comparison:
             effect = "it takes effect from the checkpoint on"
             yield ResumeChange("mixed_precision", was, plan.mixed_precision, effect, "warning")
 
-    def _reference(self) -> Iterator[ResumeChange]:
+    def _compare_reference(self) -> Iterator[ResumeChange]:
         """dpo_tune_cache.py::main[accelerator.load_state],
         dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]: loaded first, then made
         its own reference.
@@ -267,7 +267,7 @@ class Comparison:
         now = caches[0]
         before = was.part("key")
         is_other = was.get("digest") != now.digest
-        for name, value in _plain(dict(now.key)).items():
+        for name, value in _to_recorded(dict(now.key)).items():
             is_other = is_other or before.get(name, value) != value
         if is_other:
             effect = (
@@ -275,7 +275,7 @@ class Comparison:
             )
             yield ResumeChange("reference", str(was.get("path")), str(now.path), effect, "error")
 
-    def _versions(self) -> Iterator[ResumeChange]:
+    def _compare_versions(self) -> Iterator[ResumeChange]:
         stage = self.plan.stage
         was = self.record.upstream.version
         now = stage.upstream.version
@@ -289,11 +289,11 @@ class Comparison:
         names = [name for name in python.DECISIVE if before.get(name) != after.get(name)]
         if names:
             effect = "they may round, tokenise and shuffle in another way"
-            was = _versions_of(names, before)
-            yield ResumeChange("packages", was, _versions_of(names, after), effect, "warning")
+            was = _format_versions(names, before)
+            yield ResumeChange("packages", was, _format_versions(names, after), effect, "warning")
 
 
-def _effect_of(name: str) -> tuple[str, Severity | None]:
+def _find_effect(name: str) -> tuple[str, Severity | None]:
     """What a resume makes of another value of an argument."""
     for pattern, effect, severity in _ARGUMENTS:
         if pattern.fullmatch(name):
@@ -301,11 +301,11 @@ def _effect_of(name: str) -> tuple[str, Severity | None]:
     raise KeyError(name)
 
 
-def _versions_of(names: Iterable[str], packages: Mapping[str, str]) -> str:
+def _format_versions(names: Iterable[str], packages: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {packages.get(name) or 'none'}" for name in names)
 
 
-def _engine_in(contents: Any) -> str:
+def _find_engine(contents: Any) -> str:
     return "DeepSpeed" if inputs.digests(contents, "deepspeed") else "none"
 
 
@@ -313,7 +313,7 @@ def _has_adapter(plan: Plan) -> bool:
     return bool(plan.values.get("use_lora") or plan.values.get("use_peft"))
 
 
-def _plain(value: Any) -> Any:
+def _to_recorded(value: Any) -> Any:
     """The value as a record has it."""
     return json.loads(json.dumps(value, default=str))
 

@@ -118,7 +118,7 @@ def choose_output(
         used = {run.output for run in earlier}
         if not exists(configured) and wanted not in used:
             return OutputChoice(configured)
-        for value, folder in _beside(stage):
+        for value, folder in _propose_outputs(stage):
             if not exists(folder) and redact(str(folder)) not in used:
                 why = f"--fresh: {configured} is left as it is"
                 return OutputChoice(folder, {name: Derived(value=value, why=why)})
@@ -128,7 +128,7 @@ def choose_output(
         if (run.requested_output or run.output) == wanted:
             records.append(rundir.read_manifest(RunFolder(run.path)))
     # the records of runs whose folders are gone lie in their output folders
-    beside = itertools.takewhile(exists, (folder for _, folder in _beside(stage)))
+    beside = itertools.takewhile(exists, (folder for _, folder in _propose_outputs(stage)))
     for folder in reversed([configured, *beside]):
         records += lease.read_manifests(folder)[-1:]
     for record in records:
@@ -143,7 +143,7 @@ def choose_output(
     return OutputChoice(configured)
 
 
-def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
+def _propose_outputs(stage: Stage) -> Iterator[tuple[str, Path]]:
     """Values of `output_dir` next to the file's own, and their folders."""
     name = stage.entry.names.output
     begin = str(stage.values[name]).rstrip("/")
@@ -232,10 +232,17 @@ class ResumeJudge:
             raise usage("unknown-change", message + ", ".join(unknown), help)
         if self.plan.values.get("cache_dataset_only") is True:
             return Decision()
-        decision = self._decide_resume() if self.history else self._decide_first_start()
-        findings = tuple(map(self.plan.stage.config.placed, self.findings))
-        allowed = tuple(self.allowed)
-        return replace(decision, findings=findings, allowed=allowed, requested=self.named)
+        if self.history:
+            decision = self._decide_resume()
+        else:
+            decision = self._decide_first_start()
+        place = self.plan.stage.config.placed
+        return replace(
+            decision,
+            findings=tuple(map(place, self.findings)),
+            allowed=tuple(self.allowed),
+            requested=self.named,
+        )
 
     @property
     def entry(self) -> Entry:
@@ -253,14 +260,14 @@ class ResumeJudge:
             return name
         return None
 
-    def _maker(self, checkpoint: Checkpoint) -> Manifest:
+    def _find_maker(self, checkpoint: Checkpoint) -> Manifest:
         """The manifest of the attempt that saved it: the last that did not find it there."""
         for record in reversed(self.history):
             if checkpoint.name not in record.kept:
                 return record
         return self.history[0] if self.history else Manifest()
 
-    def _layout(self, record: Manifest | None = None) -> EpochLayout | None:
+    def _compute_layout(self, record: Manifest | None = None) -> EpochLayout | None:
         """How epochs are cut into steps, now or under an earlier manifest; None if rows are
         unknown.
 
@@ -299,17 +306,17 @@ class ResumeJudge:
                     return bytes(matches[-1])
         return None
 
-    def _step(self, checkpoint: Checkpoint) -> int:
+    def _find_step(self, checkpoint: Checkpoint) -> int:
         if checkpoint.step is not None:
             return checkpoint.step
-        layout = self._layout(self._maker(checkpoint) or None)
+        layout = self._compute_layout(self._find_maker(checkpoint) or None)
         return (checkpoint.number + 1) * (1 if layout is None else layout.updates)
 
-    def _total(self, record: Manifest | None = None) -> int | None:
+    def _count_total_steps(self, record: Manifest | None = None) -> int | None:
         """All steps, now or under an earlier manifest."""
         if self.entry.by_trainer:
             return self.plan.steps if record is None else record.steps
-        layout = self._layout(record)
+        layout = self._compute_layout(record)
         return None if layout is None else layout.total
 
     def _is_finished(self) -> bool:
@@ -335,7 +342,7 @@ class ResumeJudge:
                     codes.add(end.number("exit"))
         return codes == {0}
 
-    def _say(
+    def _add_finding(
         self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
     ) -> None:
         key = f"args.{key or self.entry.names.output}"
@@ -364,15 +371,17 @@ class ResumeJudge:
                 help = f"`{key}: {whole[-1].path}` continues from it; {help}"
             message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved "
             message += "it: training would begin at step 0, and rotation would delete what is there"
-            self._say("error", "not-resumed", message, help, key)
-        return Decision(kept=_names(candidates))
+            self._add_finding("error", "not-resumed", message, help, key)
+        return Decision(kept=_list_names(candidates))
 
     def _resume_foreign(self, chosen: Checkpoint, candidates: Sequence[Checkpoint]) -> Decision:
         """open-instruct resumes by itself; that it is not this run's is a rule of its own."""
         fault = chosen.why_incomplete or checksums.fault(None, chosen)
         if fault is not None:
             message = f"upstream would resume from {chosen.path}, and {fault}"
-            self._say("error", "broken-checkpoint", message, "move it out of the output folder")
+            self._add_finding(
+                "error", "broken-checkpoint", message, "move it out of the output folder"
+            )
         self._check_reference(())
         return self._resume(chosen, candidates)
 
@@ -382,9 +391,9 @@ class ResumeJudge:
         return Decision(
             kind="resume",
             checkpoint=chosen,
-            step=self._step(chosen),
-            place=self._place(chosen),
-            kept=_names(candidates, aside),
+            step=self._find_step(chosen),
+            place=self._find_data_position(chosen),
+            kept=_list_names(candidates, aside),
             aside=aside,
         )
 
@@ -397,13 +406,13 @@ class ResumeJudge:
             return self._resume_named(Path(self.named), candidates)
         whole = [checkpoint for checkpoint in candidates if checkpoint.complete]
         while whole:
-            chosen, wrong = self._choose(whole)
+            chosen, wrong = self._choose_checkpoint(whole)
             fault = checksums.fault(self.folder, chosen)
             if fault is None:
                 return self._continue(candidates, chosen, whole[-1], wrong)
             message = f"{chosen.name} is not used: {fault}"
             help = "look at the disk; an older checkpoint is taken where one is whole"
-            self._say("warning", "damaged-checkpoint", message, help)
+            self._add_finding("warning", "damaged-checkpoint", message, help)
             candidates[candidates.index(chosen)] = replace(chosen, why_incomplete=fault)
             whole.remove(chosen)
         self._check_first_start()
@@ -412,9 +421,9 @@ class ResumeJudge:
             return Decision()
         why = f": {candidates[-1].name}: {candidates[-1].why_incomplete}" if candidates else ""
         message = f"the attempt before left no complete checkpoint in {self.output}{why}; "
-        self._say("note", "nothing-to-resume", f"{message}it starts over", None)
+        self._add_finding("note", "nothing-to-resume", f"{message}it starts over", None)
         aside = self._collect_aside(candidates, None)
-        return Decision(kept=_names(candidates, aside), aside=aside)
+        return Decision(kept=_list_names(candidates, aside), aside=aside)
 
     def _continue(
         self,
@@ -424,28 +433,30 @@ class ResumeJudge:
         wrong: ResumeMismatch | None,
     ) -> Decision:
         """From a checkpoint of this run; `wrong` is why the newest cannot be resumed exactly."""
-        total = self._total()
-        step = self._step(chosen)
+        total = self._count_total_steps()
+        step = self._find_step(chosen)
         message = f"continues from {chosen.path}"
         if total is not None:
             message += f", {max(0, total - step)} of {total} steps are left"
         if not checksums.recorded(self.folder, chosen):
             message += "; not verified: no checksums of it were recorded, and a changed byte of "
             message += "its weights (`.safetensors`) would show nowhere"
-        self._say("note", "resumes", message, "--fresh starts over in a new folder")
-        changed = self._compare(chosen, wrong if chosen is newest else None)
+        self._add_finding("note", "resumes", message, "--fresh starts over in a new folder")
+        changed = self._compare_to_checkpoint(chosen, wrong if chosen is newest else None)
         self._check_names()
         derived = {}
         for change in changed:
-            self._report(change, chosen)
+            self._report_change(change, chosen)
             if change.restored:
                 why = f"it comes out of {chosen.name}, not {change.after}"
                 derived[change.what] = Derived(value=change.before, why=why)
         if chosen is not newest and wrong is not None:
-            message = f"goes back to {chosen.name}, {self._step(newest) - step} steps are trained "
+            message = (
+                f"goes back to {chosen.name}, {self._find_step(newest) - step} steps are trained "
+            )
             message += f"again; from {newest.name} upstream would continue wrongly: {wrong.text}"
             help = f"--allow-changed-resume position continues from {newest.name} all the same"
-            self._say("warning", "resume-earlier", message, help)
+            self._add_finding("warning", "resume-earlier", message, help)
         self._check_reference(changed)
         if self.entry.names.resume is not None:
             # without it TRL begins anew, and `true` takes the highest number, whole or not
@@ -454,7 +465,7 @@ class ResumeJudge:
         decision = self._resume(chosen, candidates, self._collect_aside(candidates, chosen))
         return replace(decision, changes=tuple(changed), derived=derived)
 
-    def _report(self, change: ResumeChange, chosen: Checkpoint) -> None:
+    def _report_change(self, change: ResumeChange, chosen: Checkpoint) -> None:
         """A change that would continue wrongly is an error until it is allowed by name."""
         names = {change.what}
         if change.what in changes.BATCH:
@@ -468,7 +479,7 @@ class ResumeJudge:
             help += f"--allow-changed-resume {change.what}"
         code = "resume-inexact" if change.what == "position" else "resume-changed"
         message = f"continuing from {chosen.name}: {change.text}"
-        self._say(severity, code, message, help, change.key)
+        self._add_finding(severity, code, message, help, change.key)
 
     def _resume_named(self, named: Path, candidates: Sequence[Checkpoint]) -> Decision:
         """The checkpoint that the stage file names for the first time, whatever else is there."""
@@ -482,10 +493,12 @@ class ResumeJudge:
                 fault = checksums.fault(self.folder, checkpoint)
         if fault is not None:
             key = "resume_from_checkpoint"
-            self._say("error", "broken-checkpoint", f"{named}: {fault}", "name an older one", key)
+            self._add_finding(
+                "error", "broken-checkpoint", f"{named}: {fault}", "name an older one", key
+            )
         # the run must not rotate away what it did not continue from
         aside = self._collect_aside(candidates, same)
-        kept = _names(candidates, aside)
+        kept = _list_names(candidates, aside)
         return Decision(kind="resume", checkpoint=same, step=step, kept=kept, aside=aside)
 
     def _decide_finished(self, candidates: Sequence[Checkpoint]) -> Decision:
@@ -493,7 +506,7 @@ class ResumeJudge:
         last = self.history[-1]
         repeated = [(change.get("what"), change.get("after")) for change in last.resume.changes]
         changed = []
-        for change in self._changes_since(last):
+        for change in self._find_changes(last):
             if change.severity == "note" or change.what in ("packages", "gpus", "reference"):
                 # how it would be trained now is no reason to do it again
                 continue
@@ -519,41 +532,47 @@ class ResumeJudge:
         else:
             severity = "note"
             message = f"this run is finished: {self.output}"
-        self._say(severity, code, message, help, key)
-        step = self._total() or 0
-        return Decision(kind="finished", kept=_names(candidates), changes=tuple(changed), step=step)
+        self._add_finding(severity, code, message, help, key)
+        step = self._count_total_steps() or 0
+        return Decision(
+            kind="finished", kept=_list_names(candidates), changes=tuple(changed), step=step
+        )
 
     def _find_checkpoints(self) -> list[Checkpoint]:
         """All checkpoints in the order of training; incomplete without the part of each rank."""
         candidates = []
         for checkpoint in checkpoints.find(self.backend, self.output):
-            ranks = self._maker(checkpoint).processes
+            ranks = self._find_maker(checkpoint).processes
             saved = checkpoint.ranks or 0
             if checkpoint.complete and ranks is not None and saved < ranks:
                 why = f"{ranks} processes were training, {saved} left their random states"
                 checkpoint = replace(checkpoint, why_incomplete=why)
             candidates.append(checkpoint)
-        return sorted(candidates, key=lambda checkpoint: (self._step(checkpoint), checkpoint.kind))
+        return sorted(
+            candidates, key=lambda checkpoint: (self._find_step(checkpoint), checkpoint.kind)
+        )
 
-    def _choose(self, whole: Sequence[Checkpoint]) -> tuple[Checkpoint, ResumeMismatch | None]:
+    def _choose_checkpoint(
+        self, whole: Sequence[Checkpoint]
+    ) -> tuple[Checkpoint, ResumeMismatch | None]:
         """The newest that can be resumed exactly, else the newest; and what is wrong with that."""
         newest = whole[-1]
-        wrong = self._mismatch(newest)
+        wrong = self._find_mismatch(newest)
         if wrong is None or wrong.reason == "again" or "position" in self.allowed:
             return newest, wrong
         for checkpoint in reversed(whole):
-            if self._mismatch(checkpoint) is None:
+            if self._find_mismatch(checkpoint) is None:
                 return checkpoint, wrong
         return newest, wrong
 
-    def _mismatch(self, checkpoint: Checkpoint) -> ResumeMismatch | None:
+    def _find_mismatch(self, checkpoint: Checkpoint) -> ResumeMismatch | None:
         """Why a resume would not continue where the checkpoint was saved."""
-        maker = self._maker(checkpoint)
+        maker = self._find_maker(checkpoint)
         step = checkpoint.number
         if self.entry.by_trainer:
-            return self._trl_mismatch(checkpoint, maker)
-        was = self._layout(maker)
-        now = self._layout()
+            return self._find_trl_mismatch(checkpoint, maker)
+        was = self._compute_layout(maker)
+        now = self._compute_layout()
         if was is None or now is None:
             return None
         if checkpoint.kind == "epoch":
@@ -570,11 +589,11 @@ class ResumeJudge:
         skips_each = self.entry.skips_each_epoch
         return epochs.of_step(skips_each, step, saved, was, now, keeps_order=keeps_order)
 
-    def _trl_mismatch(self, checkpoint: Checkpoint, maker: Manifest) -> ResumeMismatch | None:
+    def _find_trl_mismatch(self, checkpoint: Checkpoint, maker: Manifest) -> ResumeMismatch | None:
         skips = not self.plan.values.get("ignore_data_skip")
         rows = (maker.global_batch, self.plan.global_batch)
         wrong = epochs.of_trl(
-            checkpoint.number, checkpoint.epochs, *rows, self._total(), skips=skips
+            checkpoint.number, checkpoint.epochs, *rows, self._count_total_steps(), skips=skips
         )
         began_again = maker.argument("ignore_data_skip") and maker.resumed_step
         if wrong is None and skips and began_again:
@@ -582,10 +601,10 @@ class ResumeJudge:
             return ResumeMismatch("skipped", f"{text}reached would be skipped")
         return wrong
 
-    def _place(self, checkpoint: Checkpoint) -> DataPosition:
+    def _find_data_position(self, checkpoint: Checkpoint) -> DataPosition:
         if checkpoint.kind == "epoch":
             return DataPosition(checkpoint.number + 1, 0)
-        layout = self._layout()
+        layout = self._compute_layout()
         if layout is None or self.entry.by_trainer:
             return DataPosition(0, 0)
         return epochs.counted(layout, checkpoint.number)
@@ -600,7 +619,7 @@ class ResumeJudge:
         step = -1
         epoch = -1
         if chosen is not None:
-            step = self._step(chosen)
+            step = self._find_step(chosen)
             if chosen.kind == "epoch":
                 epoch = chosen.number
         every = epochs.interval(self.plan)
@@ -613,7 +632,7 @@ class ResumeJudge:
         aside = []
         for checkpoint in candidates:
             is_hiding = epoch >= 0 and checkpoint.kind == "step"
-            is_newer = self._step(checkpoint) > step or is_hiding
+            is_newer = self._find_step(checkpoint) > step or is_hiding
             if checkpoint is chosen or not is_newer:
                 continue
             if checkpoint.marked or checkpoint.name != next_name:
@@ -622,23 +641,25 @@ class ResumeJudge:
             names = ", ".join(path.name for path in aside[:4])
             message = f"{names} would be resumed from or marked wrongly by upstream, "
             message += f"and moves to {aside_folder(self.output)}"
-            self._say("note", "set-aside", message, "delete it there if nobody needs it")
+            self._add_finding("note", "set-aside", message, "delete it there if nobody needs it")
         return tuple(aside)
 
-    def _changes_since(self, record: Manifest) -> Iterator[ResumeChange]:
+    def _find_changes(self, record: Manifest) -> Iterator[ResumeChange]:
         comparison = Comparison(
             record=record,
             plan=self.plan,
-            steps=(self._total(record), self._total()),
+            steps=(self._count_total_steps(record), self._count_total_steps()),
             trainer=self.trainer,
             caches=self.caches,
             now=self.now,
         )
         return comparison.changes()
 
-    def _compare(self, chosen: Checkpoint, wrong: ResumeMismatch | None) -> list[ResumeChange]:
+    def _compare_to_checkpoint(
+        self, chosen: Checkpoint, wrong: ResumeMismatch | None
+    ) -> list[ResumeChange]:
         """The changes since a checkpoint, with `wrong` as their effect or as one of its own."""
-        changed = list(self._changes_since(self._maker(chosen)))
+        changed = list(self._find_changes(self._find_maker(chosen)))
         if wrong is None:
             return changed
         batch = [change for change in changed if change.what in changes.BATCH]
@@ -677,7 +698,7 @@ class ResumeJudge:
         message += rendered(f"({loads}, {computes}), and the half-trained model would be ")
         help = "bring it back, or start over with --fresh"
         key = "model_name_or_path"
-        self._say(severity, "reference-gone", f"{message}its own reference", help, key)
+        self._add_finding(severity, "reference-gone", f"{message}its own reference", help, key)
 
     def _check_names(self) -> None:
         names = checkpoints.strange_names(self.backend, self.output)
@@ -685,13 +706,13 @@ class ResumeJudge:
             crash = rendered("(utils.py::get_last_checkpoint[checkpoint_steps =])")
             message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a "
             message += f"checkpoint {crash}"
-            self._say("error", "checkpoint-name", message, "move or rename it")
+            self._add_finding("error", "checkpoint-name", message, "move or rename it")
 
     def _check_first_start(self) -> None:
         """What to know of checkpoints before there are any."""
         self._check_names()
-        self.findings += epochs.findings(self.plan, self._layout(), self.trainer)
+        self.findings += epochs.findings(self.plan, self._compute_layout(), self.trainer)
 
 
-def _names(candidates: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
+def _list_names(candidates: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
     return tuple(checkpoint.name for checkpoint in candidates if checkpoint.path not in aside)

@@ -240,12 +240,12 @@ def interval(plan: Plan) -> int | str | None:
 def findings(plan: Plan, layout: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
     """What to say at the first start; `layout` is how epochs will be cut, None if unknown."""
     every = interval(plan)
-    yield from _no_checkpoints(plan, every)
+    yield from _report_no_checkpoints(plan, every)
     if plan.stage.entry.counts_in_script and isinstance(every, int) and layout is not None:
-        yield from _inexact_checkpoints(plan, layout, every, keeps_order(trainer))
+        yield from _report_inexact_checkpoints(plan, layout, every, keeps_order(trainer))
 
 
-def _no_checkpoints(plan: Plan, every: int | str | None) -> Iterator[Finding]:
+def _report_no_checkpoints(plan: Plan, every: int | str | None) -> Iterator[Finding]:
     names = plan.stage.entry.names
     key = names.save_every
     if every is None:
@@ -267,7 +267,7 @@ def _no_checkpoints(plan: Plan, every: int | str | None) -> Iterator[Finding]:
     yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
 
 
-def _inexact_checkpoints(
+def _report_inexact_checkpoints(
     plan: Plan, layout: EpochLayout, every: int, keeps_order: bool
 ) -> Iterator[Finding]:
     """Checkpoints from which a resume would go wrong, and which would be exact."""

@@ -227,7 +227,7 @@ class _Scan:
 
     def add(self, hit: Hit, line: int) -> None:
         if hit.fields is not None:
-            self._keep("exception", hit, hit.fields, line)
+            self._keep_signal("exception", hit, hit.fields, line)
             return
         pattern = self.patterns[hit.pattern]
         match = pattern.regex.search(hit.segment)
@@ -242,25 +242,25 @@ class _Scan:
         elif pattern.name == "block_loss":
             self._add_block(match["loss"], hit, line)
         elif pattern.name == "arguments":
-            self._add_argument(_groups(match, len(hit.segment)), line)
+            self._add_argument(_read_groups(match, len(hit.segment)), line)
         else:
-            self._add_signal(pattern.name, _groups(match, FIELD_BYTES), hit, line)
+            self._add_signal(pattern.name, _read_groups(match, FIELD_BYTES), hit, line)
 
     def _add_signal(self, name: str, fields: Mapping[str, str], hit: Hit, line: int) -> None:
         if name in _WORK:
-            self._work(line)
+            self._note_work(line)
         if name == "total_steps":
             # a step line before it is a word of the training data, which upstream shows
             self.announced = int(fields["total"])
             self.highest = 0
             self.steps = []
-        self._keep(name, hit, fields, line)
+        self._keep_signal(name, hit, fields, line)
 
-    def _work(self, line: int) -> None:
+    def _note_work(self, line: int) -> None:
         self.earlier_line = self.busy_line
         self.busy_line = line
 
-    def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
+    def _keep_signal(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
         """Keep a signal; of many the first, the first after the last work, and the last."""
         kept = self.kept.setdefault(name, [])
         content = clean(hit.segment)
@@ -288,7 +288,9 @@ class _Scan:
         if block in self.blocks or ("first" in groups and self.blocks):
             # a second dump is of a second run in one file; of what stood before it, only what came
             # after the last work stays: DPO prints its attention line before the dump
-            late = [signal for signal in self._kept("attention") if signal.line > self.busy_line]
+            late = [
+                signal for signal in self._list_kept("attention") if signal.line > self.busy_line
+            ]
             self._forget_arguments()
             self._restart(line)
             self.kept = {"attention": late}
@@ -334,17 +336,19 @@ class _Scan:
     def _forget_ended_run(self) -> None:
         """Forget a run if another one began behind its end and came to no step."""
         ended = self.busy_line if self.over else 0
-        for signal in self._kept(*_ENDS):
+        for signal in self._list_kept(*_ENDS):
             ended = max(ended, signal.line)
         last = max((step.line for step in self.steps + self.dicts), default=0)
         if last >= ended:
             return
-        begun = [signal.line for signal in self._kept("begun", "refused") if signal.line > ended]
+        begun = [
+            signal.line for signal in self._list_kept("begun", "refused") if signal.line > ended
+        ]
         if begun:
             self._forget_arguments()
             self._restart(min(begun))
 
-    def _kept(self, *names: str) -> list[Signal]:
+    def _list_kept(self, *names: str) -> list[Signal]:
         signals = []
         for name in names:
             signals += self.kept.get(name, [])
@@ -373,12 +377,12 @@ class _Scan:
                 extra=extra,
             )
         )
-        self._work(line)
+        self._note_work(line)
         self._thin_out(self.steps)
 
     def _add_block(self, loss_text: bytes, hit: Hit, line: int) -> None:
         """Add the loss of a block of OLMo-core's, whose other metrics stand above it."""
-        loss = _shortened(loss_text)
+        loss = _parse_shortened(loss_text)
         marker = _STEP.match(hit.heading)
         if loss is None or marker is None:
             return
@@ -388,7 +392,7 @@ class _Scan:
             self.steps.pop()
         metrics = {}
         for metric in METRIC.finditer(hit.heading):
-            value = _shortened(metric["value"])
+            value = _parse_shortened(metric["value"])
             if value is not None:
                 metrics[text(metric["name"])] = value
         extra = {}
@@ -406,7 +410,7 @@ class _Scan:
                 extra=extra,
             )
         )
-        self._work(line)
+        self._note_work(line)
         self._thin_out(self.steps)
 
     def _add_dict(self, pairs: bytes, hit: Hit, line: int) -> None:
@@ -425,8 +429,8 @@ class _Scan:
             self.final_epoch = values.get("epoch", self.final_epoch)
             runtime = shown.get("train_runtime", "")
             steps_per_second = shown.get("train_steps_per_second", "")
-            self.rated = _product(runtime, steps_per_second)
-            self._work(line)
+            self.rated = _infer_product(runtime, steps_per_second)
+            self._note_work(line)
             return
         epoch_before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
         if self.over or values.get("epoch", 0) < epoch_before:
@@ -447,7 +451,7 @@ class _Scan:
                 extra=values,
             )
         )
-        self._work(line)
+        self._note_work(line)
         self._thin_out(self.dicts)
 
     def _thin_out(self, steps: list[StepLine]) -> None:
@@ -467,7 +471,7 @@ class _Scan:
     def finish(self, lines: int) -> Log:
         self._forget_ended_run()
         bars = [self.shown.get(step.line, ShownBar(0, 0)) for step in self.dicts]
-        total = self.announced or self._total_beside(bars) or self._total_alone()
+        total = self.announced or self._find_total_beside_dict(bars) or self._find_total_alone()
         # with an announcement, a dict is a word of the training data
         if not self.steps and self.announced is None:
             shown_steps = [bar.done for bar in bars if bar.total == total]
@@ -477,7 +481,7 @@ class _Scan:
         last_bar = None
         if total is not None and total in self.bars:
             last_bar = (self.bars[total].done, self.bars[total].line)
-        signals = self._kept(*self.kept)
+        signals = self._list_kept(*self.kept)
         signals.sort(key=lambda signal: (signal.line, signal.name))
         return Log(
             path=self.path,
@@ -493,7 +497,7 @@ class _Scan:
             summed=self.over,
         )
 
-    def _total_beside(self, bars: Sequence[ShownBar]) -> int | None:
+    def _find_total_beside_dict(self, bars: Sequence[ShownBar]) -> int | None:
         """The total of training's bar: the last one beside a dict that is no evaluation's."""
         totals = [bar.total for bar in bars if bar.total]
         if not totals:
@@ -503,19 +507,19 @@ class _Scan:
         if counts[last] > 1 or len(counts) == 1:
             return last
         dict_before = self.dicts[-2].line
-        has_restarted = any(signal.line > dict_before for signal in self._kept(*_STARTS))
+        has_restarted = any(signal.line > dict_before for signal in self._list_kept(*_STARTS))
         return last if has_restarted else counts.most_common(1)[0][0]
 
-    def _total_alone(self) -> int | None:
+    def _find_total_alone(self) -> int | None:
         """The steps if no dict stands beside a bar. A bar alone may be of anything."""
-        planned = self._kept("planned")
+        planned = self._list_kept("planned")
         if planned:
             announced = int(planned[-1].fields["total"].replace(",", ""))
             if announced:
                 return announced
         bars = self.bars if self._is_training() else {}
         begun = []
-        for signal in self._kept("bar_begun"):
+        for signal in self._list_kept("bar_begun"):
             total = int(signal.fields["total"])
             if total in bars:
                 begun.append(total)
@@ -530,9 +534,9 @@ class _Scan:
     def _is_training(self) -> bool:
         if self.dicts or self.over or self.blocks:
             return True
-        if self._kept("planned", "trainer", "saving", *_ENDS):
+        if self._list_kept("planned", "trainer", "saving", *_ENDS):
             return True
-        return any(" train dataset" in signal.text for signal in self._kept("begun"))
+        return any(" train dataset" in signal.text for signal in self._list_kept("begun"))
 
     def _number_dicts(self, shown_steps: list[int], total: int | None) -> list[int]:
         """The optimizer step of each of HF Trainer's dicts, which do not name it.
@@ -567,7 +571,7 @@ class _Scan:
         return by_epoch if _is_rising([0, *by_epoch]) else None
 
 
-def _shortened(raw: bytes) -> float | None:
+def _parse_shortened(raw: bytes) -> float | None:
     """A number as OLMo-core writes it: `4,357`, `2.00E-05`, `4.414B`."""
     word = text(raw).replace(",", "")
     factor = SUFFIXES.get(word[-1:], 1.0)
@@ -575,7 +579,7 @@ def _shortened(raw: bytes) -> float | None:
     return None if value is None else value * factor
 
 
-def _groups(match: re.Match[bytes], most: int) -> dict[str, str]:
+def _read_groups(match: re.Match[bytes], most: int) -> dict[str, str]:
     groups = {}
     for name, value in match.groupdict().items():
         if value is not None:
@@ -587,7 +591,7 @@ def _is_finite(step: StepLine) -> bool:
     return math.isfinite(step.loss) and math.isfinite(step.extra.get("grad_norm", 0.0))
 
 
-def _product(*factors: str) -> int | None:
+def _infer_product(*factors: str) -> int | None:
     """The whole number of which these are rounded factors, if only one is possible."""
     low = 1.0
     high = 1.0

@@ -64,21 +64,21 @@ class Pieces:
         Before them the block has as much as a progress bar takes, behind them as much as a
         traceback does.
         """
-        begin = self._segment_start(index * PIECE_BYTES)
-        end = self._segment_start((index + 1) * PIECE_BYTES)
+        begin = self._find_segment_start(index * PIECE_BYTES)
+        end = self._find_segment_start((index + 1) * PIECE_BYTES)
         low = max(0, begin - BAR_BYTES)
         block = self._read(low, min(self.size, end + BEYOND_BYTES))
         start = begin - low
         stop = end - low
         if b"\x1b" not in block:
             return LogPiece(block, start, stop)
-        before = _without_colours(block[:start])
-        inside = _without_colours(block[start:stop])
-        behind = _without_colours(block[stop:])
+        before = _strip_colours(block[:start])
+        inside = _strip_colours(block[start:stop])
+        behind = _strip_colours(block[stop:])
         start = len(before)
         return LogPiece(before + inside + behind, start, start + len(inside))
 
-    def _segment_start(self, position: int) -> int:
+    def _find_segment_start(self, position: int) -> int:
         """Where the first segment from here on begins; a very long one is cut in two."""
         if position == 0 or position >= self.size:
             return min(position, self.size)
@@ -90,7 +90,7 @@ class Pieces:
         return os.pread(self.file, min(stop, self.size) - start, start)
 
 
-def _without_colours(raw: bytes) -> bytes:
+def _strip_colours(raw: bytes) -> bytes:
     # faster than `sub`
     return b"".join(_ANSI.split(raw))
 
@@ -118,13 +118,13 @@ def find_segment(block: bytes, position: int) -> tuple[int, int]:
     carriage = block.rfind(b"\r", max(low, feed), position)
     start = max(feed, carriage) + 1
     if start == 0 and low > 0:
-        return -1, _next_break(block, position, len(block))
+        return -1, _find_next_break(block, position, len(block))
     limit = min(len(block), start + SEGMENT_BYTES)
-    end = _next_break(block, position, limit)
+    end = _find_next_break(block, position, limit)
     return start, max(end, position + 1)
 
 
-def _next_break(block: bytes, position: int, limit: int) -> int:
+def _find_next_break(block: bytes, position: int, limit: int) -> int:
     """The next line feed or carriage return before the limit, else the limit."""
     feed = block.find(b"\n", position, limit)
     if feed < 0:

@@ -126,10 +126,10 @@ class LogSurvey:
         self.stop = piece.stop
         self.patterns = patterns
         self.share = share
-        self.is_edge = is_edge or any(map(self._holds, _STARTS))
+        self.is_edge = is_edge or any(map(self._has_needle, _STARTS))
         self.hits: list[Hit] = []
         self.bars: list[LastBar] = []
-        self.feeds = self._read_hits(sorted(self._places(is_first)))
+        self.feeds = self._read_hits(sorted(self._choose_places(is_first)))
         self._read_bars()
 
     def _read_hits(self, places: Sequence[_Place]) -> int:
@@ -158,8 +158,8 @@ class LogSurvey:
                 self.block[place.start : place.end],
                 is_complete=place.end < len(self.block),
                 skipped=place.skipped,
-                bar=self._bar_beside(place) if name == NUMBERED else None,
-                heading=self._heading_of(place) if name == IN_BLOCK else b"",
+                bar=self._find_bar_beside(place) if name == NUMBERED else None,
+                heading=self._find_heading(place) if name == IN_BLOCK else b"",
             )
         )
 
@@ -169,41 +169,41 @@ class LogSurvey:
             self.hits.append(Hit(RAISED, raised.line, raised.segment, fields=raised.fields))
         return end
 
-    def _holds(self, needle: bytes) -> bool:
+    def _has_needle(self, needle: bytes) -> bool:
         return self.block.find(needle, self.start, self.stop) >= 0
 
-    def _places(self, is_first: bool) -> list[_Place]:
+    def _choose_places(self, is_first: bool) -> list[_Place]:
         present: list[tuple[int, Pattern]] = []
         for index, pattern in enumerate(self.patterns):
             is_searched = self.is_edge or pattern.name in EVERYWHERE
-            if is_searched and self._holds(pattern.needle):
+            if is_searched and self._has_needle(pattern.needle):
                 present.append((index, pattern))
         places: list[_Place] = []
         for index, pattern in present:
             if pattern.name in SAMPLED:
-                places += self._sample(index, pattern)
+                places += self._sample_places(index, pattern)
         last_steps = sorted(place.start for place in places)[-2:-1]
         for index, pattern in present:
             if pattern.name not in SAMPLED:
-                places += self._ends(index, pattern.needle, pattern.regex, last_steps)
-        if self._holds(FIRST_LINE):
-            places += self._ends(RAISED, FIRST_LINE, None, last_steps)
+                places += self._choose_ends(index, pattern.needle, pattern.regex, last_steps)
+        if self._has_needle(FIRST_LINE):
+            places += self._choose_ends(RAISED, FIRST_LINE, None, last_steps)
         if is_first:
             frame = FRAMES_FIRST.match(self.block)
             if frame is not None:
                 places.append(_Place(frame.start("frame"), RAISED, frame.end()))
         return list(dict.fromkeys(places))
 
-    def _sample(self, index: int, pattern: Pattern) -> list[_Place]:
+    def _sample_places(self, index: int, pattern: Pattern) -> list[_Place]:
         """All segments with the needle, or evenly spaced ones, with the first and the last."""
         forward = self._walk(index, pattern.needle, self.start)
         places = list(islice(forward, self.share + 1))
         if len(places) <= self.share:
             return places
-        positions = self._sampled_positions(index, pattern, places[0].start)
-        return self._places_at(index, pattern, sorted(positions))
+        positions = self._choose_positions(index, pattern, places[0].start)
+        return self._read_places_at(index, pattern, sorted(positions))
 
-    def _sampled_positions(self, index: int, pattern: Pattern, first: int) -> set[int]:
+    def _choose_positions(self, index: int, pattern: Pattern, first: int) -> set[int]:
         """Positions with the needle, at even distances, and those that are always read."""
         block = self.block
         needle = pattern.needle
@@ -222,7 +222,9 @@ class LogSurvey:
                 positions.add(match.start())
         return positions
 
-    def _places_at(self, index: int, pattern: Pattern, positions: Iterable[int]) -> list[_Place]:
+    def _read_places_at(
+        self, index: int, pattern: Pattern, positions: Iterable[int]
+    ) -> list[_Place]:
         block = self.block
         needle = pattern.needle
         places = []
@@ -260,19 +262,23 @@ class LogSurvey:
                 high = start
             position = self.block.rfind(needle, self.start, high)
 
-    def _ends(
+    def _choose_ends(
         self, index: int, needle: bytes, regex: re.Pattern[bytes] | None, steps: Sequence[int]
     ) -> list[_Place]:
         """The first and the last segments that match, and the first ones after each of `steps`."""
         forward = self._walk(index, needle, self.start)
-        is_complete, places = self._take(forward, regex)
+        is_complete, places = self._take_matching(forward, regex)
+        further = []
         if not is_complete:
-            for step in steps:
-                places += self._take(self._walk(index, needle, step), regex)[1]
-            places += self._take(self._walk_back(index, needle), regex)[1]
-        return list({place.start: place for place in places}.values())
+            further = [self._walk(index, needle, step) for step in steps]
+            further.append(self._walk_back(index, needle))
+        for walk in further:
+            _, matching = self._take_matching(walk, regex)
+            places += matching
+        unique = {place.start: place for place in places}
+        return list(unique.values())
 
-    def _take(
+    def _take_matching(
         self, walk: Iterable[_Place], regex: re.Pattern[bytes] | None
     ) -> tuple[bool, list[_Place]]:
         """The first places of a walk that match, and whether these are all that there are."""
@@ -284,7 +290,7 @@ class LogSurvey:
                 places.append(place)
         return True, places
 
-    def _heading_of(self, place: _Place) -> bytes:
+    def _find_heading(self, place: _Place) -> bytes:
         """The lines of a block from the one that names the step to this one."""
         low = max(0, place.start - _BLOCK_BYTES)
         begin = self.block.rfind(BLOCK_BEGIN, low, place.start)
@@ -292,7 +298,7 @@ class LogSurvey:
             return b""
         return bytes(self.block[begin : place.start])
 
-    def _bar_beside(self, place: _Place) -> ShownBar | None:
+    def _find_bar_beside(self, place: _Place) -> ShownBar | None:
         """The progress bar that was redrawn right behind a segment, or last before it."""
         block = self.block
         end = place.end
@@ -313,7 +319,7 @@ class LogSurvey:
     def _read_bars(self) -> None:
         """Find where each bar without a description stands last; training's has none."""
         # far faster to see than that both are
-        if not self._holds(b"%") or not self._holds(b"|"):
+        if not self._has_needle(b"%") or not self._has_needle(b"|"):
             return
         block = self.block
         totals: set[int] = set()

@@ -166,10 +166,10 @@ class Tracebacks:
         """
         raised: list[Raised] = []
         for segment in _LINE_BREAK.split(block[max(0, start - BEFORE_BYTES) : start]):
-            self._remember(segment.rstrip())
+            self._remember_line(segment.rstrip())
         frame = FRAMES_FIRST.match(block, start)
         if frame is not None:
-            prefix, _ = self._remember(frame["frame"])
+            prefix, _ = self._remember_line(frame["frame"])
             self.open[prefix] = _OpenTraceback(headless=True)
         while start < len(block):
             stop = block.find(b"\n", start)
@@ -186,7 +186,7 @@ class Tracebacks:
                 break
         return start, raised
 
-    def _remember(self, segment: bytes) -> tuple[bytes, bytes]:
+    def _remember_line(self, segment: bytes) -> tuple[bytes, bytes]:
         """Keep a line as the last one of its rank; gives its prefix and the rest."""
         prefix = b""
         match = _PREFIX.match(segment)
@@ -199,10 +199,10 @@ class Tracebacks:
         return prefix, body
 
     def _read_segment(self, segment: bytes, line: int, *, may_open: bool) -> Iterator[Raised]:
-        prefix, body = self._remember(segment)
+        prefix, body = self._remember_line(segment)
         if _is_opening(body):
             if may_open:
-                self._open(prefix, body)
+                self._open_traceback(prefix, body)
             else:
                 self.open.pop(prefix, None)
             return
@@ -223,7 +223,7 @@ class Tracebacks:
             # not even the frame may be one: stacks are also shown otherwise
             del self.open[prefix]
 
-    def _open(self, prefix: bytes, body: bytes) -> None:
+    def _open_traceback(self, prefix: bytes, body: bytes) -> None:
         last_line = self.last_lines.get(prefix, b"")
         self.open[prefix] = _OpenTraceback(
             chained=_OF_WORKER in body or _CHAINED.search(last_line) is not None,

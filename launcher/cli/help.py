@@ -36,7 +36,7 @@ _FEW = 9
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _plain(text: str) -> str:
+def _simplify(text: str) -> str:
     # without the brackets that typer sets around a default in words, and limits as a formula
     text = re.sub(r"default: \(([^()]+)\)", r"default: \1", text)
     return re.sub(r"  \[x>=\d+\]|; x>=\d+(?=\])", "", text)
@@ -68,7 +68,7 @@ class SummarizedCommand(TyperCommand):
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
-            row = (record[0].replace("<int range>", "N"), _plain(record[1]))
+            row = (record[0].replace("<int range>", "N"), _simplify(record[1]))
             if parameter.param_type_name == "argument":
                 arguments.append(row)
             else:
@@ -108,7 +108,7 @@ class App(typer.Typer):
 
         typer builds the parser of every command that an app has, which takes 20 ms for all.
         """
-        commands = [info for info in self.registered_commands if _name_of(info) == name]
+        commands = [info for info in self.registered_commands if _find_command_name(info) == name]
         groups = [info for info in self.registered_groups if info.name == name]
         if not commands and not groups:
             return self
@@ -118,7 +118,7 @@ class App(typer.Typer):
         return app
 
 
-def _name_of(info: CommandInfo) -> str:
+def _find_command_name(info: CommandInfo) -> str:
     if info.name is not None:
         return info.name
     assert info.callback is not None

@@ -174,11 +174,11 @@ def left_out_notes(judgement: judge.RunJudgement, folder: RunFolder) -> tuple[Fi
                 places.setdefault(str(path), []).append((line, omission))
     notes = []
     for file, omissions in places.items():
-        notes.append(_left_out_note(file, omissions))
+        notes.append(_report_omissions(file, omissions))
     return tuple(notes)
 
 
-def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
+def _report_omissions(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
     line, fault = faults[0]
     message = str(fault)
     if len(faults) > 1:

@@ -37,28 +37,28 @@ class _Looks:
                 by_index.setdefault(gpu.index, []).append(gpu)
         samples = []
         for index in sorted(by_index):
-            samples.append(_mean_of(index, by_index[index]))
+            samples.append(_average_gpu(index, by_index[index]))
         return UsageSample(
             t=round(at, 1),
             attempt=attempt,
-            cpu=_mean(host.cpu for host in self.hosts),
-            memory_gib=_mean(host.memory_gib for host in self.hosts),
-            memory_total_gib=_mean(host.memory_total_gib for host in self.hosts),
+            cpu=_average(host.cpu for host in self.hosts),
+            memory_gib=_average(host.memory_gib for host in self.hosts),
+            memory_total_gib=_average(host.memory_total_gib for host in self.hosts),
             gpus=tuple(samples),
         )
 
 
-def _mean_of(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
+def _average_gpu(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
     return GpuSample(
         index=index,
-        busy=_mean(look.busy for look in looks),
-        memory_gib=_mean(look.memory_gib for look in looks),
-        power_w=_mean(look.power_w for look in looks),
-        celsius=_mean(look.celsius for look in looks),
+        busy=_average(look.busy for look in looks),
+        memory_gib=_average(look.memory_gib for look in looks),
+        power_w=_average(look.power_w for look in looks),
+        celsius=_average(look.celsius for look in looks),
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _average(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None

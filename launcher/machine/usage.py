@@ -61,14 +61,14 @@ class HostMeter:
         self.last: _Ticks | None = None
 
     def look(self) -> HostUsage:
-        cpu = self._cpu()
+        cpu = self._measure_cpu()
         memory = _read_memory()
         if memory is None:
             return HostUsage(cpu=cpu)
         used_gib, total_gib = memory
         return HostUsage(cpu=cpu, memory_gib=used_gib, memory_total_gib=total_gib)
 
-    def _cpu(self) -> float | None:
+    def _measure_cpu(self) -> float | None:
         ticks = _read_ticks()
         before = self.last
         self.last = ticks

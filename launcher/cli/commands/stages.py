@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from launcher.workflows.pipeline.plan import PipelinePlan
 
 
-def _stage_command(stage: str) -> Callable[..., Exit]:
+def _make_stage_command(stage: str) -> Callable[..., Exit]:
     @takes("config", "overrides", "nodes", "node_rank", "main_address", "start", "background")
     def command(
         shared: Shared,
@@ -41,7 +41,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         )
         if shared.dry_run:
             return _dry_run(request, shared)
-        return _queue(request, shared) if shared.slurm else _run(request, shared)
+        return _queue_run(request, shared) if shared.slurm else _run_stage(request, shared)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -52,9 +52,9 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
 app.command(
     "sft",
     epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
-)(_stage_command("sft"))
+)(_make_stage_command("sft"))
 app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
-    _stage_command("dpo")
+    _make_stage_command("dpo")
 )
 
 
@@ -78,7 +78,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     return answer(stage, shared.format, data, show, findings, redactor=prepared.redactor)
 
 
-def _run(request: Request, shared: Shared) -> Exit:
+def _run_stage(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import on_finish, start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
@@ -103,7 +103,7 @@ def _run(request: Request, shared: Shared) -> Exit:
         folder, attempt = start.begin(prepared, say=console.say_aside, **ending)
         if shared.format == "text":
             console.print_plan(prepared.plan, folder.console(attempt.number))
-        show = _detach if shared.detach else until_over
+        show = _answer_detached if shared.detach else until_over
         return show(str(request.stage), folder, attempt, prepared.findings, shared.format)
 
 
@@ -121,7 +121,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     return _conclude(stage, folder, verdict, code, findings, shared.format)
 
 
-def _queue(request: Request, shared: Shared) -> Exit:
+def _queue_run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
@@ -146,7 +146,7 @@ def _queue(request: Request, shared: Shared) -> Exit:
     return answer(stage, shared.format, data, lines, findings, redactor=prepared.redactor)
 
 
-def _detach(
+def _answer_detached(
     stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at."""

@@ -176,7 +176,7 @@ class Contract(ProbePiece):
         message = message or f"{point} expected {expected}, seen {state}"
         message += f" ({when}, rank {process.rank})"
         if point == "loss" and process.last:
-            message += f"; last finite: {_described(process.last)}"
+            message += f"; last finite: {_describe_step(process.last)}"
         self.record.write(
             "violation",
             point=point,
@@ -199,7 +199,7 @@ class Contract(ProbePiece):
         return None
 
 
-def _described(step: dict[str, Any]) -> str:
+def _describe_step(step: dict[str, Any]) -> str:
     text = f"loss {step['loss']:.6g}"
     if step["grad_norm"] is not None:
         text += f", gradient norm {step['grad_norm']:.4g}"

@@ -115,7 +115,7 @@ class Data(ProbePiece):
                 # the trainer has no arguments yet: they are passed behind the tokenizer
                 arguments = getattr(trainer, "args", None) or args[1]
                 self.saw_tokenizer(getattr(trainer, "_tokenizer", None))
-                self._prepared(arguments, dataset, result, dropped)
+                self._tell_prepared_rows(arguments, dataset, result, dropped)
             return result
 
         for name in ("SFTTrainer", "DPOTrainer"):
@@ -123,7 +123,7 @@ class Data(ProbePiece):
             if owner is not None:
                 wrap_known(owner, ("_prepare_dataset",), prepare)
 
-    def _prepared(
+    def _tell_prepared_rows(
         self, arguments: Any, dataset: Any, result: Any, dropped: list[dict[str, Any]]
     ) -> None:
         limit = getattr(arguments, "max_length", None)
@@ -218,7 +218,7 @@ class Data(ProbePiece):
         """A micro-batch with labels; of pairs it has the chosen rows, then the rejected ones."""
         if batch.labels is None:
             return
-        self._count(_labelled(batch), tally)
+        self._count(_count_labels(batch), tally)
         if batch.padding is not None and self.max_length:
             self.rows += batch.rows
             full = batch.padding.sum(1) >= self.max_length
@@ -240,7 +240,7 @@ class Data(ProbePiece):
 
     def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
         """A micro-batch of open-instruct's pairs."""
-        self._count(_labelled(chosen) + _labelled(rejected), tally)
+        self._count(_count_labels(chosen) + _count_labels(rejected), tally)
         if chosen.ends is None:
             self.pairs += chosen.rows
             width = min(int(chosen.ids.shape[1]), int(rejected.ids.shape[1]))
@@ -317,7 +317,7 @@ class Data(ProbePiece):
         )
 
 
-def _labelled(batch: TokenBatch) -> Any:
+def _count_labels(batch: TokenBatch) -> Any:
     """How many labels there are, on the device."""
     return (batch.labels != UNLABELLED).sum()
 

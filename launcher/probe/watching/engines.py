@@ -64,7 +64,7 @@ class FullyShard(Plain):
         super().__init__(parameters, world)
         groups = []
         for module in modules:
-            groups.extend(_parameter_groups(module._get_fsdp_state()))
+            groups.extend(_find_parameter_groups(module._get_fsdp_state()))
         by_id: dict[int, Any] = {}
         for group in groups:
             for shard in group.fsdp_params:
@@ -118,7 +118,7 @@ class FullyShard(Plain):
                 yield GradientPiece(row, start, local.reshape(-1))
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def _find_parameter_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -183,23 +183,23 @@ class DeepSpeed(Plain):
                 if row is not None:
                     yield GradientPiece(row, 0, gradient)
                     continue
-                for part in self._ranges(flat):
+                for part in self._find_ranges(flat):
                     end = part.offset + part.length
                     yield GradientPiece(part.row, part.start, gradient[part.offset : end])
 
-    def _ranges(self, flat: Any) -> list[FlatRange]:
+    def _find_ranges(self, flat: Any) -> list[FlatRange]:
         """What `flat` holds; the same in every step."""
         ranges = self.ranges.get(id(flat))
         if ranges is None:
             sharded = getattr(self.outer, "fp32_partitioned_groups_flat", None)
             if sharded is None:
-                ranges = list(self._fragments(flat))
+                ranges = list(self._iterate_fragments(flat))
             else:
-                ranges = list(self._shards(_index(sharded, flat)))
+                ranges = list(self._iterate_shards(_find_index(sharded, flat)))
             self.ranges[id(flat)] = ranges
         return ranges
 
-    def _fragments(self, flat: Any) -> Iterator[FlatRange]:
+    def _iterate_fragments(self, flat: Any) -> Iterator[FlatRange]:
         """ZeRO 1 and 2, and the bf16 optimizer."""
         begin = flat.data_ptr()
         end = begin + flat.numel() * flat.element_size()
@@ -213,7 +213,7 @@ class DeepSpeed(Plain):
                 offset = (place - begin) // flat.element_size()
                 yield FlatRange(row, int(address.start), offset, int(address.numel))
 
-    def _shards(self, index: int | None) -> Iterator[FlatRange]:
+    def _iterate_shards(self, index: int | None) -> Iterator[FlatRange]:
         """ZeRO 3."""
         distributed = sys.modules["torch"].distributed
         positions = getattr(self.outer, "grad_position", {})
@@ -229,7 +229,7 @@ class DeepSpeed(Plain):
                 yield FlatRange(row, start, int(position[1]), length)
 
 
-def _index(tensors: list[Any], tensor: Any) -> int | None:
+def _find_index(tensors: list[Any], tensor: Any) -> int | None:
     for index, each in enumerate(tensors):
         if each is tensor:
             return index

@@ -163,7 +163,7 @@ class Gradients(ProbePiece):
             return
         if isinstance(self.engine, DeepSpeed):
             for optimizer in self.engine.steppers:
-                optimizer.register_step_pre_hook(self._before_inner_step)
+                optimizer.register_step_pre_hook(self._take_before_inner_step)
         self.ready = True
         self._arm()
 
@@ -235,7 +235,7 @@ class Gradients(ProbePiece):
             self.failed = error
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
+    def _catch_errors(self) -> Iterator[None]:
         """An exception ends the comparison of this step, and not the training."""
         try:
             yield
@@ -269,7 +269,7 @@ class Gradients(ProbePiece):
         if self.finished:
             self._arm()
         if self.active:
-            with self._trying():
+            with self._catch_errors():
                 self._fold()
                 self._hook_all(self.engine)
 
@@ -282,10 +282,10 @@ class Gradients(ProbePiece):
         self.squares.add_(self.added.square().sum(dim=1))
         self.added.zero_()
 
-    def _before_inner_step(self, optimizer: Any, *_: Any) -> None:
+    def _take_before_inner_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed's inner optimizer is about to use some of the flat gradients."""
         if self.active and not self.finished and isinstance(self.engine, DeepSpeed):
-            with self._trying():
+            with self._catch_errors():
                 self.scale = self.engine.scale()
                 self._take(self.engine, optimizer)
 
@@ -294,7 +294,7 @@ class Gradients(ProbePiece):
         if self.finished or self.engine is None or isinstance(self.engine, DeepSpeed):
             return
         if self.active:
-            with self._trying():
+            with self._catch_errors():
                 self._take(self.engine)
         self.end_step()
 
@@ -313,7 +313,7 @@ class Gradients(ProbePiece):
         self.finished = True
         if not self.active:
             return
-        with self._trying():
+        with self._catch_errors():
             self._fold()
         with self.record.quietly("gradients"):
             # a process that failed takes part, as the others wait for it, and spoils the sums
@@ -342,9 +342,9 @@ class Gradients(ProbePiece):
         factor = scale / engine.divisor
         self.sums.mul_(factor).mul_(inside)
         self.used.mul_(inside)
-        true = _norms(self.sums)
-        used = _norms(self.used)
-        error = _norms(self.used.sub_(self.sums))
+        true = _compute_norms(self.sums)
+        used = _compute_norms(self.used)
+        error = _compute_norms(self.used.sub_(self.sums))
         share = (spans[:, 1] - spans[:, 0]) / self.counts
         # the summands set the size of the roundings, also where they cancel out
         summands = (self.squares * share).sqrt() * factor
@@ -388,7 +388,7 @@ class Gradients(ProbePiece):
             "last_step": compared.step,
             "parameters": int(values["valid"]),
             "elements": compared.elements,
-            "largest_error": _rounded(self.largest),
+            "largest_error": _round_finite(self.largest),
             "allowed": round(compared.allowed, 6),
         }
         if values["ratio"] > 1:
@@ -408,9 +408,9 @@ class Gradients(ProbePiece):
             "first_corrupt": step,
             "parameter": name,
             "broken": broken,
-            "true_norm": _rounded(values["true"]),
-            "used_norm": _rounded(values["used"]),
-            "error": _rounded(values["error"]),
+            "true_norm": _round_finite(values["true"]),
+            "used_norm": _round_finite(values["used"]),
+            "error": _round_finite(values["error"]),
         }
         self.report()
         message = (
@@ -448,11 +448,11 @@ class Gradients(ProbePiece):
         self.report()
 
 
-def _norms(rows: Any) -> Any:
+def _compute_norms(rows: Any) -> Any:
     return rows.square().sum(dim=1).sqrt()
 
 
-def _rounded(value: float) -> float | None:
+def _round_finite(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 

@@ -125,7 +125,7 @@ def _save_to_stop(probe: Probe, accelerator: Any) -> None:
 
     Raises SystemExit afterwards.
     """
-    loop = _variables_of_loop()
+    loop = _find_loop_variables()
     if loop is None:
         return
     # the loop counts this step only later
@@ -143,7 +143,7 @@ def _save_to_stop(probe: Probe, accelerator: Any) -> None:
     probe.stop_after_save(step, folder)
 
 
-def _variables_of_loop() -> dict[str, Any] | None:
+def _find_loop_variables() -> dict[str, Any] | None:
     """The variables of open-instruct's loop that is running; None outside of one.
 
     Call it at the end only: the variables stay alive while they are looked at, and batches are

@@ -179,7 +179,7 @@ class Redactor:
 
     def redact(self, value: _T) -> _T:
         """The same value, of the same types throughout, without secrets."""
-        cleaned: _T = _clean(value, "", self.values)
+        cleaned: _T = _clean_value(value, "", self.values)
         return cleaned
 
     def name_variables(self, text: str) -> str:
@@ -454,7 +454,7 @@ def _is_secret(name: str) -> bool:
     return last in ("pass", "pwd") and before in _PASS_OF
 
 
-def _clean(value: Any, name: str, secret_values: Sequence[str]) -> Any:
+def _clean_value(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if isinstance(value, str):
         shown = (
             not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
@@ -467,7 +467,7 @@ def _clean(value: Any, name: str, secret_values: Sequence[str]) -> Any:
             named = key if is_secret_variable(str(key)) else name * (key == "value")
             spelt = _clean_text(key, secret_values) if isinstance(key, str) else key
             cleaned[spelt] = (
-                below if _is_own_word(key, below) else _clean(below, named, secret_values)
+                below if _is_own_word(key, below) else _clean_value(below, named, secret_values)
             )
         return cleaned
     if isinstance(value, list | tuple):
@@ -476,7 +476,7 @@ def _clean(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         clean = {
-            key: _clean(v, key if is_secret(key) else "", secret_values)
+            key: _clean_value(v, key if is_secret(key) else "", secret_values)
             for key, v in own.items()
             if not _is_own_word(key, v)
         }
@@ -497,7 +497,7 @@ def _clean_words(values: Sequence[Any], name: str, secret_values: Sequence[str])
             flag = value if is_secret(value) and "=" not in value else ""
             cleaned.append(_clean_text(value, secret_values))
         else:
-            cleaned.append(_clean(value, name or flag, secret_values))
+            cleaned.append(_clean_value(value, name or flag, secret_values))
     return cleaned
 
 

@@ -85,7 +85,7 @@ def _run_guarded(arguments: list[str]) -> int:
     except SystemExit as stop:
         return _convert_exit_code(stop)
     except LaunchError as error:
-        return _report(error, arguments)
+        return _report_error(error, arguments)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except MemoryError:
@@ -114,7 +114,7 @@ def _report_os_error(error: OSError, arguments: list[str]) -> int:
         # nothing is left to say
         return Exit.OK
     refusal = _explain_os_error(error)
-    return _report_bug(error, arguments) if refusal is None else _report(refusal, arguments)
+    return _report_bug(error, arguments) if refusal is None else _report_error(refusal, arguments)
 
 
 def _explain_os_error(error: OSError) -> LaunchError | None:
@@ -160,7 +160,7 @@ def _is_of_a_limit(error: Exception) -> bool:
 def _report_out_of_memory(arguments: list[str]) -> int:
     message = "the memory that this command may use is used up"
     try:
-        return _report(_report_limit(message), arguments)
+        return _report_error(_report_limit(message), arguments)
     except MemoryError:
         with contextlib.suppress(OSError):
             os.write(2, f"error[resource-limit]: {message}\n".encode())
@@ -201,7 +201,7 @@ def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _report(error: LaunchError, arguments: list[str]) -> Exit:
+def _report_error(error: LaunchError, arguments: list[str]) -> Exit:
     # what is full, or gone, may be what the answer goes to
     with contextlib.suppress(OSError):
         answer(

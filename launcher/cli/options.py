@@ -323,14 +323,7 @@ def takes(*names: str) -> Callable[[Command], Command]:
             options = {name: values.pop(name) for name in words}
             return command(Shared(**defaults, **options), **values)
 
-        # arguments by place come first, and the form of the answer last
-        parameters = [parameter for parameter in shared if parameter.name in _BY_PLACE]
-        signature = inspect.signature(command, eval_str=True)
-        for parameter in list(signature.parameters.values())[1:]:
-            parameters.append(
-                _make_parameter(parameter.name, parameter.default, parameter.annotation)
-            )
-        parameters += [parameter for parameter in shared if parameter.name not in _BY_PLACE]
+        parameters = _join_parameters(shared, command)
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -341,6 +334,22 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
 
 _BY_PLACE = ("config", "overrides")
+
+
+def _join_parameters(shared: list[inspect.Parameter], command: Command) -> list[inspect.Parameter]:
+    """Arguments by place come first, then the command's own options, then the shared ones."""
+    by_place = []
+    by_name = []
+    for parameter in shared:
+        if parameter.name in _BY_PLACE:
+            by_place.append(parameter)
+        else:
+            by_name.append(parameter)
+    signature = inspect.signature(command, eval_str=True)
+    own = []
+    for parameter in list(signature.parameters.values())[1:]:
+        own.append(_make_parameter(parameter.name, parameter.default, parameter.annotation))
+    return [*by_place, *own, *by_name]
 
 
 def _make_parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:

@@ -38,7 +38,7 @@ def conclude(
     others may write.
     """
     if attempt.rank:
-        _release(locks)
+        _release_locks(locks)
         return _conclude_worker(folder, attempt, ended)
     number = attempt.number
     with rundir.conclude_once(folder, number) as due:
@@ -59,14 +59,14 @@ def conclude(
             # a verdict can be repeated; the call at the end cannot
             traceback.print_exc()
         # the command may start the next run on the same cards
-        _release(locks)
+        _release_locks(locks)
         on_finish.call(
             folder, attempt, code, own=own, began=lambda: rundir.mark_notified(folder, number)
         )
     return code
 
 
-def _release(locks: Sequence[int]) -> None:
+def _release_locks(locks: Sequence[int]) -> None:
     for lock in locks:
         os.close(lock)
 

@@ -84,7 +84,7 @@ class LogLines:
 
     def rest(self) -> bytes:
         """What waits, at the end of the log."""
-        last = self._release(self.line)
+        last = self._release_held(self.line)
         self.line = b""
         if self.cut is not None:
             last += self.cut.printable(self.secrets)
@@ -119,7 +119,7 @@ class LogLines:
         self.line = text[last_end:]
         output += self._render_lines(text[:last_end])
         if len(self.line) > LINE_BYTES:
-            output += self._release()
+            output += self._release_held()
             self.cut = _cut_line(self.line)
             self.line = b""
         return output
@@ -177,7 +177,7 @@ class LogLines:
         self.held = text[end:]
         return redact_bytes(printable_bytes(text[:end]), self.secrets)
 
-    def _release(self, more: bytes = b"") -> bytes:
+    def _release_held(self, more: bytes = b"") -> bytes:
         text = self.held + more
         self.held = b""
         return redact_bytes(printable_bytes(text), self.secrets)

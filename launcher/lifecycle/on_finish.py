@@ -87,7 +87,9 @@ def call(
         reason = writable_by_others(folder)
         if reason is not None:
             command = shlex.join(map(str, attempt.on_finish))
-            _print_notice(attempt.environ, f"`{brief(_escape(command))}` was not run: {reason}")
+            _print_notice(
+                attempt.environ, f"`{brief(_escape_unprintable(command))}` was not run: {reason}"
+            )
             return None
     progress = Progress(total=None)
     overview.read_last_steps(folder, progress)
@@ -107,7 +109,7 @@ def call(
     return run(attempt.on_finish, environ, cwd, attempt.on_finish_s, began)
 
 
-def _escape(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

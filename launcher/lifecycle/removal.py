@@ -444,7 +444,7 @@ def remove(removal: Removal) -> list[str]:
     with _hold_locks(removal):
         lines = list[str]()
         for part in removal.parts:
-            lines += _delete(part)
+            lines += _delete_files(part)
         return lines
 
 
@@ -468,7 +468,7 @@ def _hold_locks(removal: Removal) -> Iterator[None]:
         yield
 
 
-def _delete(part: Deletion) -> Iterator[str]:
+def _delete_files(part: Deletion) -> Iterator[str]:
     """Delete the files of one folder, then empty folders in it, then itself.
 
     Yields a line for each file that was kept after all.
@@ -479,7 +479,7 @@ def _delete(part: Deletion) -> Iterator[str]:
                 yield f"kept {part.root}: another folder took its place meanwhile"
                 return
             for file in part.doomed:
-                reason = _unlink(root, file)
+                reason = _unlink_unchanged(root, file)
                 if reason is not None:
                     yield f"kept {part.root / file.path}: {reason}"
             _remove_empty(root, part)
@@ -498,7 +498,7 @@ def _report_not_removed(path: Path, error: OSError) -> NotReady:
     return not_ready("not-removed", message, "delete it by hand", file=str(path))
 
 
-def _unlink(root: int, file: Doomed) -> str | None:
+def _unlink_unchanged(root: int, file: Doomed) -> str | None:
     """Delete a file that still has its state; else returns why it was kept."""
     *folders, name = file.path.split("/")
     with contextlib.ExitStack() as stack:

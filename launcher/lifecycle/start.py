@@ -268,11 +268,11 @@ def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
         ignored = dict.fromkeys((signal.SIGINT, signal.SIGTERM), process.ignore_signal)
         with process.signal_handlers(ignored), contextlib.suppress(OSError):
             if folder.attempts() == attempts_before:
-                _restore(folder, names, contents)
+                _restore_files(folder, names, contents)
         raise
 
 
-def _restore(folder: RunFolder, names: set[str], contents: dict[Path, bytes]) -> None:
+def _restore_files(folder: RunFolder, names: set[str], contents: dict[Path, bytes]) -> None:
     # deleting first: on a full disk it makes room for the rest
     for path in folder.path.iterdir():
         if path.name not in names and not path.is_dir():

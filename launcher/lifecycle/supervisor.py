@@ -180,7 +180,7 @@ def main(words: Sequence[str]) -> int:
         attempt = _read_attempt(folder, digest)
         extensions.load()
         with lease.heartbeat(acquired, overtaken) as record_end:
-            ended = _train(folder, attempt, number, starter, locks, acquired)
+            ended = _run_training(folder, attempt, number, starter, locks, acquired)
             # recorded while nobody else may begin there
             inventory.record_written(folder, number)
             record_end(overview.read_end_state(folder), ended.returncode)
@@ -212,7 +212,7 @@ def _read_attempt(folder: RunFolder, digest: str) -> Attempt:
     return attempt
 
 
-def _train(
+def _run_training(
     folder: RunFolder,
     attempt: Attempt,
     number: int,

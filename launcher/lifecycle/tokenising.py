@@ -135,7 +135,7 @@ class Filling:
             # whoever was at it may have filled it in the meantime
             entry = self._find_entry(cache)
             return (
-                self._fill(cache)
+                self._tokenise(cache)
                 if entry is None
                 else (self._describe_entry(entry, "there", 0.0), ())
             )
@@ -151,7 +151,9 @@ class Filling:
 
     def _check_possible(self) -> Iterator[Finding]:
         values = self.plan.values
-        prefix = "dataset_" if "dataset_skip_cache" in values else ""
+        prefix = ""
+        if "dataset_skip_cache" in values:
+            prefix = "dataset_"
         ways = {
             "skip_cache": f"the run tokenises all over, and looks for no set ({rendered(_LOOKS)})",
             "cache_mode": "the run looks for its set on the hub, not here",
@@ -159,10 +161,11 @@ class Filling:
         }
         for key, why in ways.items():
             name = f"{prefix}{key}"
-            if (value := values.get(name)) not in (None, False, "local"):
-                yield self._report_miss(
-                    name, f"`{name}: {spelt(value)}`: {why}", f"leave {name} out"
-                )
+            value = values.get(name)
+            if value in (None, False, "local"):
+                continue
+            message = f"`{name}: {spelt(value)}`: {why}"
+            yield self._report_miss(name, message, f"leave {name} out")
 
     def _report_miss(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
@@ -178,7 +181,7 @@ class Filling:
             row_lengths = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
         return Tokenised(state=state, place=entry, seconds=seconds, lengths=row_lengths)
 
-    def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
+    def _tokenise(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
         redactor = self.plan.redactor
         name = redactor.redact(self.plan.stage.name)
@@ -207,21 +210,26 @@ class Filling:
 
     def _build_command(self, cache: Cache, folder: RunFolder) -> Command:
         """Upstream's script in one process on the CPU, as far as its data are ready."""
-        made = replace(plans.completed(self.plan, keys.derived((cache,))), gpus=0, nodes=1)
-        stage, arguments = made.stage, dict(made.arguments())
+        caches = (cache,)
+        completed = plans.completed(self.plan, keys.derived(caches))
+        plan = replace(completed, gpus=0, nodes=1)
+        stage = plan.stage
+        arguments = dict(plan.arguments())
         for name, value in _REPLACED.items():
             arguments.pop(name, None)
             if value is not None and name in stage.schema.fields:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
-        built = command.build(
-            made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,))
-        )
+        cache_env = keys.environment(caches)
+        built = command.build(plan, self.trainer, folder.path, environ=os.environ, caches=cache_env)
         assert stage.upstream.root is not None
-        words = [word for name, values in arguments.items() for word in (f"--{name}", *values)]
-        env = {name: value for name, value in built.env.items() if name != PROBE_SETTINGS}
-        argv = (str(self.trainer.python), str(stage.upstream.root / stage.entry.script), *words)
-        return Command(argv=argv, env=env, cwd=built.cwd)
+        script = stage.upstream.root / stage.entry.script
+        argv = [str(self.trainer.python), str(script)]
+        for name, values in arguments.items():
+            argv += [f"--{name}", *values]
+        env = dict(built.env)
+        env.pop(PROBE_SETTINGS, None)
+        return Command(argv=tuple(argv), env=env, cwd=built.cwd)
 
     def _report_failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
         message = (

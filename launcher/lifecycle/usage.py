@@ -84,9 +84,9 @@ class UsageThread:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):
-            self._sample()
+            self._sample_until_over()
 
-    def _sample(self) -> None:
+    def _sample_until_over(self) -> None:
         environ = {**self.attempt.environ, **self.attempt.env}
         host = HostMeter()
         gpus = GpuMeter(usage.visible_gpu_ids(self.attempt.devices, environ))
@@ -99,14 +99,14 @@ class UsageThread:
             looks.gpus.append(gpus.look())
             now = time.monotonic()
             if now - last >= (now - began) / LINES:
-                self._write(looks)
+                self._write_sample(looks)
                 looks = _Looks()
                 last = now
         if looks.hosts:
-            self._write(looks)
+            self._write_sample(looks)
         gpus.close()
 
-    def _write(self, looks: _Looks) -> None:
+    def _write_sample(self, looks: _Looks) -> None:
         sample = looks.sample(time.time(), self.attempt.number)
         line = rundir.json_line(sample.as_json())
         # a full disk, or a folder that is gone: the next line may find room

@@ -172,7 +172,7 @@ def _find_use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
     use = _find_lock_holder(slot)
     if use is not None:
         return use
-    processes = [_describe(process) for process in computing if process.uuid == slot.id]
+    processes = [_describe_process(process) for process in computing if process.uuid == slot.id]
     if processes:
         return Use(", ".join(processes[:_MAX_SHOWN]))
     used_mib = slot.gpu.used_mib
@@ -196,7 +196,7 @@ def _find_lock_holder(slot: Slot) -> Use | None:
     return Use("another start of launch", locked=True)
 
 
-def _describe(process: GpuProcess) -> str:
+def _describe_process(process: GpuProcess) -> str:
     details = []
     if process.name and not process.name.startswith("["):
         details.append(Path(process.name).name)
@@ -349,7 +349,7 @@ def lock_slots(
             if lock is None:
                 continue
             locks.append(lock)
-            if not _acquire(lock, run, patience_s):
+            if not _try_lock_gpu(lock, run, patience_s):
                 use = _find_use(slot, ()) or Use("another start of launch")
                 raise NotReady(_report_taken(slot, use))
             with contextlib.suppress(OSError):
@@ -365,7 +365,7 @@ def _get_slot_id(slot: Slot) -> str:
     return slot.id
 
 
-def _acquire(lock: int, run: Path, patience_s: float) -> bool:
+def _try_lock_gpu(lock: int, run: Path, patience_s: float) -> bool:
     """Whether a GPU could be locked, or its file system has no locks: then the driver has to do.
 
     Its holder may be an earlier attempt of this run, which is about to release it.

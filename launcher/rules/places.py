@@ -58,10 +58,10 @@ def unintended_output(context: Context) -> Iterator[Finding]:
     reason = _find_literal_fault(text) or _find_place_fault(context, text)
     if reason is not None:
         message = f"`{key}: {brief(text)}` {reason}"
-        yield say("error", CODE, key, message, _explain(key, text), layer="launch")
+        yield say("error", CODE, key, message, _explain_help(key, text), layer="launch")
 
 
-def _explain(key: str, text: str) -> str:
+def _explain_help(key: str, text: str) -> str:
     expanded = os.path.expandvars(os.path.expanduser(text))
     if expanded != text and len(Path(expanded).parts) > 3:
         return f"write the folder out: `{key}: {expanded}`"

@@ -401,7 +401,7 @@ def heartbeat(
     # a full disk must not end the run
     with contextlib.suppress(OSError):
         own.write()
-    threading.Thread(target=_beat, args=(own, ended, overtaken), daemon=True).start()
+    threading.Thread(target=_renew_until_ended, args=(own, ended, overtaken), daemon=True).start()
 
     def record_end(state: str, code: int) -> None:
         ended.set()
@@ -416,7 +416,9 @@ def heartbeat(
         raise
 
 
-def _beat(own: Lease, ended: threading.Event, overtaken: Callable[[Lease], None]) -> None:
+def _renew_until_ended(
+    own: Lease, ended: threading.Event, overtaken: Callable[[Lease], None]
+) -> None:
     manifest = rundir.read_json(own.manifest)
     while not ended.wait(BEAT_S):
         successor = find_successor(own)

@@ -258,7 +258,10 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     path = folder.path / SCRIPT
     with rundir.writing(folder.path):
         files.write_bytes(path, os.fsencode(text))
-    passed = {name: value for name, value in environ.items() if _is_passed(name)}
+    passed = {}
+    for name, value in environ.items():
+        if _is_passed(name):
+            passed[name] = value
     answer = _call_slurm(["sbatch", "--parsable", str(path)], passed, TIMEOUT_S).strip()
     match = re.fullmatch(r"(\d+)(?:;.*)?", answer)
     if match is None:

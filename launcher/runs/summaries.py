@@ -153,7 +153,10 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _write_cache(
     cache_file: Path, cached: Mapping[str, object], added: Mapping[str, object]
 ) -> None:
-    rows = {name: row for name, row in cached.items() if os.path.isdir(name)}
+    rows: dict[str, object] = {}
+    for name, row in cached.items():
+        if os.path.isdir(name):
+            rows[name] = row
     rows.update(added)
     raw = json.dumps({"version": _VERSION, "runs": rows}).encode()
     # without a writable state folder the next command reads the manifests again

@@ -491,7 +491,7 @@ def init(
         if lora:
             raise usage("useless-option", "--from takes LoRA from its file", "leave out --lora")
         replacements = Replacements(model=model or None, data=data or None)
-        return _convert(shared, source, stage, gpus, output, script_args, replacements)
+        return _convert_file(shared, source, stage, gpus, output, script_args, replacements)
     if script_args is not None:
         raise usage("useless-option", "--script-args is for a script of --from")
     stage = stage or "sft"
@@ -521,7 +521,7 @@ def init(
     return _answer_init(shared, new, path, {"lost": []}, findings)
 
 
-def _convert(
+def _convert_file(
     shared: Shared,
     source: Path,
     stage: str | None,

@@ -118,7 +118,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     verdict = conclude.judge_by_plan(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
     stage = str(prepared.facts.request.stage)
-    return _conclude(stage, folder, verdict, code, findings, shared.format)
+    return _answer_verdict(stage, folder, verdict, code, findings, shared.format)
 
 
 def _queue_run(request: Request, shared: Shared) -> Exit:
@@ -193,10 +193,10 @@ def until_over(
             command, format, data, (), code=code, before=findings, redactor=attempt.redactor
         )
     verdict, code = conclude.verdict_and_exit_code(folder, attempt)
-    return _conclude(command, folder, verdict, code, findings, format)
+    return _answer_verdict(command, folder, verdict, code, findings, format)
 
 
-def _conclude(
+def _answer_verdict(
     command: str,
     folder: RunFolder,
     verdict: Verdict,
@@ -314,11 +314,13 @@ def _dry_run_pipeline(plan: PipelinePlan, shared: Shared) -> Exit:
     steps = [plan.steps[link.name] for link in plan.links]
 
     def show() -> None:
+        count = len(steps)
         for number, step in enumerate(steps, start=1):
-            console.say(f"# stage {number} of {len(steps)}: {step.link.name}")
+            console.say(f"# stage {number} of {count}: {step.link.name}")
             console.print_dry_run(step.plan, step.prepared.command)
             if step.evaluation is not None:
-                console.say("\n".join(step.evaluation.lines()), plan.redactor)
+                evaluation = "\n".join(step.evaluation.lines())
+                console.say(evaluation, plan.redactor)
 
     data = {"stages": [step.as_json() for step in steps]}
     return answer("pipeline", shared.format, data, show, plan.findings, redactor=plan.redactor)

@@ -33,10 +33,10 @@ def merge(channel: Channel, settings: dict[str, Any]) -> None:
     with loaded.as_base():
         before = _compute_logits(loaded, texts)
     channel.send("loaded", device=loaded.device, dtype=loaded.dtype)
-    _merge(loaded)
+    _merge_adapter(loaded)
     channel.send("saving")
     folder = settings["into"]
-    _save(loaded, folder)
+    _save_merged(loaded, folder)
     template = loaded.tokenizer.chat_template
     del loaded
     gc.collect()
@@ -60,7 +60,7 @@ def _describe_merged_source(folder: str, trusts_code: bool) -> loading.ModelSour
     return loading.ModelSources(trained, base=None, is_adapter=False, has_tokenizer=True)
 
 
-def _merge(loaded: Loaded) -> None:
+def _merge_adapter(loaded: Loaded) -> None:
     if not hasattr(loaded.model.base_model, "merge_and_unload"):
         kinds = {str(config.peft_type.value) for config in loaded.model.peft_config.values()}
         names = ", ".join(sorted(kinds))
@@ -69,7 +69,7 @@ def _merge(loaded: Loaded) -> None:
     loaded.model = loaded.model.merge_and_unload(safe_merge=True)
 
 
-def _save(loaded: Loaded, folder: str) -> None:
+def _save_merged(loaded: Loaded, folder: str) -> None:
     """Weights, config, generation config, tokenizer and chat template."""
     end = loaded.tokenizer.eos_token_id
     ends = loading.end_tokens(loaded.model) - {None}
@@ -119,9 +119,12 @@ def _measure_share_kept(before: list[Any], expected: list[Any], merged: list[Any
     whole = 0.0
     for start, end, reached in zip(before, expected, merged, strict=True):
         way = (end - start).double()
-        along += float(((reached - start).double() * way).sum())
+        gone = (reached - start).double()
+        along += float((gone * way).sum())
         whole += float(way.pow(2).sum())
-    return along / whole if whole else 1.0
+    if not whole:
+        return 1.0
+    return along / whole
 
 
 def _compute_root_mean_square(rows: list[Any]) -> float:

@@ -163,14 +163,18 @@ class DeepSpeed(Plain):
 
     def scale(self) -> Any:
         """The factor on the averaged gradients: a number, or a tensor if the norm is one."""
-        scale = 1.0 / float(getattr(self.outer, "loss_scale", 1.0) or 1.0)
-        limit = float(getattr(self.outer, "clip_grad", 0.0) or 0.0)
+        loss_scale = getattr(self.outer, "loss_scale", None) or 1.0
+        limit = getattr(self.outer, "clip_grad", None) or 0.0
+        scale = 1.0 / float(loss_scale)
+        limit = float(limit)
         norm = getattr(self.outer, "_global_grad_norm", None)
         if limit <= 0 or norm is None:
             return scale
         if not sys.modules["torch"].is_tensor(norm):
-            return scale / max(1.0, (float(norm) + 1e-6) / limit)
-        return scale / ((norm.detach().float() + 1e-6) / limit).clamp(min=1.0)
+            excess = (float(norm) + 1e-6) / limit
+            return scale / max(1.0, excess)
+        excess = (norm.detach().float() + 1e-6) / limit
+        return scale / excess.clamp(min=1.0)
 
     def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         rows = {id(parameter): row for row, parameter in enumerate(self.parameters)}

@@ -145,7 +145,7 @@ class Gradients(ProbePiece):
             return
         digest = ""
         try:
-            self._set_up()
+            self._prepare_sample()
             layout = repr((self.names, self.sample.sizes))
             digest = hashlib.sha256(layout.encode()).hexdigest()
         except Unsupported as unsupported:
@@ -165,9 +165,9 @@ class Gradients(ProbePiece):
             for optimizer in self.engine.steppers:
                 optimizer.register_step_pre_hook(self._take_before_inner_step)
         self.ready = True
-        self._arm()
+        self._begin_next_step()
 
-    def _set_up(self) -> None:
+    def _prepare_sample(self) -> None:
         if not self.settings.checks("gradients"):
             raise Unsupported("`expect: {gradients: any}` switches the comparison off")
         if self.model is None:
@@ -216,7 +216,7 @@ class Gradients(ProbePiece):
             return
         for row, tensor in enumerate(engine.hooked()):
             if tensor is not None and row not in self.handles:
-                self.handles[row] = tensor.register_hook(functools.partial(self._add, row))
+                self.handles[row] = tensor.register_hook(functools.partial(self._add_gradient, row))
 
     def unhook(self) -> None:
         """Take the hooks off, until a step that is compared begins."""
@@ -224,7 +224,7 @@ class Gradients(ProbePiece):
             handle.remove()
         self.handles.clear()
 
-    def _add(self, row: int, gradient: Any) -> None:
+    def _add_gradient(self, row: int, gradient: Any) -> None:
         """Runs for each parameter in each backward pass, so it must be cheap."""
         if self.process.testing or not self.active:
             return
@@ -242,7 +242,7 @@ class Gradients(ProbePiece):
         except Exception as error:
             self.failed = error
 
-    def _arm(self) -> None:
+    def _begin_next_step(self) -> None:
         """Decide whether the next step is compared, by its number: the same on every process."""
         self.index += 1
         self.micro_batches = 0
@@ -267,13 +267,13 @@ class Gradients(ProbePiece):
         if not self.ready or self.engine is None:
             return
         if self.finished:
-            self._arm()
+            self._begin_next_step()
         if self.active:
             with self._catch_errors():
-                self._fold()
+                self._end_micro_batch()
                 self._hook_all(self.engine)
 
-    def _fold(self) -> None:
+    def _end_micro_batch(self) -> None:
         if not self.filled:
             return
         self.filled = False
@@ -287,7 +287,7 @@ class Gradients(ProbePiece):
         if self.active and not self.finished and isinstance(self.engine, DeepSpeed):
             with self._catch_errors():
                 self.scale = self.engine.scale()
-                self._take(self.engine, optimizer)
+                self._take_used_gradients(self.engine, optimizer)
 
     def before_step(self) -> None:
         """Gradients are complete and not clipped yet, in a loop that calls its optimizer itself."""
@@ -295,10 +295,10 @@ class Gradients(ProbePiece):
             return
         if self.active:
             with self._catch_errors():
-                self._take(self.engine)
+                self._take_used_gradients(self.engine)
         self.end_step()
 
-    def _take(self, engine: Plain, optimizer: Any = None) -> None:
+    def _take_used_gradients(self, engine: Plain, optimizer: Any = None) -> None:
         for row, start, gradient in engine.pieces(optimizer):
             first, last = self.sample.within(row, start, start + int(gradient.numel()))
             if first < last:
@@ -314,7 +314,7 @@ class Gradients(ProbePiece):
         if not self.active:
             return
         with self._catch_errors():
-            self._fold()
+            self._end_micro_batch()
         with self.record.quietly("gradients"):
             # a process that failed takes part, as the others wait for it, and spoils the sums
             if self.failed is not None:
@@ -325,13 +325,13 @@ class Gradients(ProbePiece):
                 self.skipped += 1
                 self.record.trouble("gradients", self.failed)
             elif any(last for _, last in self.spans):
-                self._compare()
+                self._queue_comparison()
             else:
                 # this process updates none of the elements, or the engine skipped the step
                 self.skipped += 1
 
-    def _compare(self) -> None:
-        """Queue the comparison on the device. `_judge` gets its result."""
+    def _queue_comparison(self) -> None:
+        """Queue the comparison on the device. `_judge_comparison` gets its result."""
         torch = sys.modules["torch"]
         engine: Any = self.engine
         spans = torch.tensor(self.spans, device=self.device)
@@ -373,9 +373,9 @@ class Gradients(ProbePiece):
     def settle(self, *, wait: bool = False) -> None:
         while self.readings and (wait or len(self.readings) > 1 or self.readings[0].is_ready()):
             with self.record.quietly("gradients"):
-                self._judge(self.readings.pop(0))
+                self._judge_comparison(self.readings.pop(0))
 
-    def _judge(self, reading: Reading) -> None:
+    def _judge_comparison(self, reading: Reading) -> None:
         values = {name: numbers[0] for name, numbers in reading.wait().items()}
         compared: ComparedStep = reading.facts
         if not values["valid"]:

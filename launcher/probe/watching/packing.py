@@ -171,7 +171,7 @@ class Packing(ProbePiece):
             process.testing = True
             try:
                 before, after = leak(module, pair)
-                self._tell(module, before, after, pair, time.perf_counter() - begun)
+                self._tell_losses(module, before, after, pair, time.perf_counter() - begun)
             except Exception as failure:
                 error = failure
             finally:
@@ -182,7 +182,7 @@ class Packing(ProbePiece):
             reason = f"{type(error).__name__}: {error}"
             self.record.write("packing_isolation", state="untested", reason=reason)
 
-    def _tell(
+    def _tell_losses(
         self, module: Any, before: float, after: float, pair: "SamplePair", seconds: float
     ) -> None:
         base = base_of(module)
@@ -226,16 +226,17 @@ def facts_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     places = torch.arange(width, device=ids.device).expand(rows, width)
     document = torch.searchsorted(ends, places.contiguous(), right=True)
     begins = pad(ends, (1, 0)).gather(1, document)
-    facts = {"position_ids": places - begins}
+    positions = places - begins
     labels = kwargs.get("labels")
-    if labels is not None and labels.shape == ids.shape:
-        shifted = pad(labels[:, :-1], (1, 0), value=UNLABELLED)
-        # padding repeats one token to the end of the row, without a label
-        repeats = (ids == ids[:, -1:]) & (shifted == UNLABELLED)
-        padding = repeats.int().flip(1).cumprod(1).flip(1).bool()
-        facts["labels"] = shifted
-        facts["position_ids"] = facts["position_ids"].masked_fill(padding, 0)
-    return facts
+    if labels is None or labels.shape != ids.shape:
+        return {"position_ids": positions}
+    shifted = pad(labels[:, :-1], (1, 0), value=UNLABELLED)
+    # padding repeats one token to the end of the row, without a label
+    repeats = (ids == ids[:, -1:]) & (shifted == UNLABELLED)
+    from_end = repeats.int().flip(1)
+    padding = from_end.cumprod(1).flip(1).bool()
+    positions = positions.masked_fill(padding, 0)
+    return {"labels": shifted, "position_ids": positions}
 
 
 def _all_agree(agrees: bool, device: Any, world: int) -> bool:
@@ -427,12 +428,15 @@ def _read_loss(result: Any, ids: Any, first: int) -> Any:
     torch = sys.modules["torch"]
     log_probs = getattr(result, "log_probs", None)
     if log_probs is not None:
-        return -log_probs.double().sum() / (ids.shape[1] - first - 1)
+        predicted = ids.shape[1] - first - 1
+        return -log_probs.double().sum() / predicted
     loss = getattr(result, "loss", None)
     if loss is None:
-        logits = result.logits[0, first:-1]
-        return torch.nn.functional.cross_entropy(logits.float(), ids[0, first + 1 :]).double()
+        logits = result.logits[0, first:-1].float()
+        targets = ids[0, first + 1 :]
+        return torch.nn.functional.cross_entropy(logits, targets).double()
+    loss = loss.detach().double()
     if loss.numel() > 1:
         # OLMo-core's head under DPO: the log-probability of the next token, at each token
-        return -loss[0, first:-1].detach().double().mean()
-    return loss.detach().double().reshape(())
+        return -loss[0, first:-1].mean()
+    return loss.reshape(())

@@ -328,10 +328,10 @@ def _find_spellings(value: str) -> frozenset[str]:
         return frozenset()
     plain = {value}
     if "\n" in value:
-        plain.update(
-            line.strip() for line in value.splitlines() if len(line.strip()) >= 2 * _SHORTEST
-        )
-        plain = {text for text in plain if text == value or _is_telling(text)}
+        for line in value.splitlines():
+            text = line.strip()
+            if len(text) >= 2 * _SHORTEST and _is_telling(text):
+                plain.add(text)
     decoded = _decode_base64(value)
     if decoded is not None and _is_telling(decoded):
         plain.add(decoded)
@@ -351,11 +351,16 @@ def _is_telling(value: str) -> bool:
 
 
 def _encode_in_url(text: str) -> set[str]:
-    quoted = {quote(text, safe="", errors="surrogateescape"), quote(text, errors="surrogateescape")}
-    quoted.add(quote_plus(text, errors="surrogateescape"))
-    return quoted | {
-        _ESCAPED_IN_URL.sub(lambda match: match[0].lower(), spelling) for spelling in quoted
-    }
+    errors = "surrogateescape"
+    forms = set()
+    for quoted in (
+        quote(text, errors=errors),
+        quote(text, safe="", errors=errors),
+        quote_plus(text, errors=errors),
+    ):
+        forms.add(quoted)
+        forms.add(_ESCAPED_IN_URL.sub(lambda match: match[0].lower(), quoted))
+    return forms
 
 
 def _encode_in_base64(text: str) -> set[str]:
@@ -379,14 +384,17 @@ def _decode_base64(value: str) -> str | None:
     if len(compact) % 4 == 1:
         return None
     padded = compact + "=" * (-len(compact) % 4)
+    alphabet = None
+    if "-" in padded or "_" in padded:
+        alphabet = b"-_"
     try:
-        decoded = b64decode(
-            padded, altchars=b"-_" if "-" in padded or "_" in padded else None, validate=True
-        )
+        decoded = b64decode(padded, altchars=alphabet, validate=True)
         text = decoded.decode().strip()
     except ValueError:
         return None
-    return text if text.isprintable() or "\n" in text else None
+    if text.isprintable() or "\n" in text:
+        return text
+    return None
 
 
 def is_secret_variable(name: str) -> bool:
@@ -456,32 +464,56 @@ def _is_secret(name: str) -> bool:
 
 def _clean_value(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if isinstance(value, str):
-        shown = (
-            not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
-        )
-        return _clean_text(value, secret_values) if shown else REDACTED
+        if not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value):
+            return _clean_text(value, secret_values)
+        return REDACTED
     if isinstance(value, Mapping):
-        cleaned = {}
-        for key, below in value.items():
-            # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
-            named = key if is_secret_variable(str(key)) else name * (key == "value")
-            spelt = _clean_text(key, secret_values) if isinstance(key, str) else key
-            cleaned[spelt] = (
-                below if _is_own_word(key, below) else _clean_value(below, named, secret_values)
-            )
-        return cleaned
-    if isinstance(value, list | tuple):
-        words = _clean_words(value, name, secret_values)
-        return words if isinstance(value, list) else tuple(words)
+        return _clean_mapping(value, name, secret_values)
+    if isinstance(value, list):
+        return _clean_words(value, name, secret_values)
+    if isinstance(value, tuple):
+        return tuple(_clean_words(value, name, secret_values))
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        clean = {
-            key: _clean_value(v, key if is_secret(key) else "", secret_values)
-            for key, v in own.items()
-            if not _is_own_word(key, v)
-        }
-        return replace(value, **{k: v for k, v in clean.items() if v is not own[k]})
+        return _clean_record(value, secret_values)
     return value
+
+
+def _clean_mapping(
+    values: Mapping[Any, Any], name: str, secret_values: Sequence[str]
+) -> dict[Any, Any]:
+    cleaned = {}
+    for key, value in values.items():
+        named = ""
+        if is_secret_variable(str(key)):
+            named = key
+        elif key == "value":
+            # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
+            named = name
+        shown_key = key
+        if isinstance(key, str):
+            shown_key = _clean_text(key, secret_values)
+        shown = value
+        if not _is_own_word(key, value):
+            shown = _clean_value(value, named, secret_values)
+        cleaned[shown_key] = shown
+    return cleaned
+
+
+def _clean_record(record: Any, secret_values: Sequence[str]) -> Any:
+    changes = {}
+    for field in fields(record):
+        if not field.init:
+            continue
+        value = getattr(record, field.name)
+        if _is_own_word(field.name, value):
+            continue
+        name = ""
+        if is_secret(field.name):
+            name = field.name
+        cleaned = _clean_value(value, name, secret_values)
+        if cleaned is not value:
+            changes[field.name] = cleaned
+    return replace(record, **changes)
 
 
 def _is_own_word(key: object, value: object) -> bool:
@@ -494,7 +526,9 @@ def _clean_words(values: Sequence[Any], name: str, secret_values: Sequence[str])
     flag = ""
     for value in values:
         if isinstance(value, str) and value.startswith("--"):
-            flag = value if is_secret(value) and "=" not in value else ""
+            flag = ""
+            if is_secret(value) and "=" not in value:
+                flag = value
             cleaned.append(_clean_text(value, secret_values))
         else:
             cleaned.append(_clean_value(value, name or flag, secret_values))
@@ -518,8 +552,10 @@ def _clean_text(text: str, secret_values: Sequence[str]) -> str:
 
 
 def _clean_flag(match: re.Match[str]) -> str:
-    hidden = is_secret(match["name"]) and not _is_harmless(match["name"], match["value"])
-    return f"{match['head']}{REDACTED}" if hidden else match[0]
+    name = match["name"]
+    if not is_secret(name) or _is_harmless(name, match["value"]):
+        return match[0]
+    return f"{match['head']}{REDACTED}"
 
 
 def _clean_pairs(text: str) -> str:

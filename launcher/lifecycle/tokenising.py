@@ -247,7 +247,11 @@ def _find_reason(folder: RunFolder) -> str:
         return "no reason"
     end = find_ending(run)
     error = end.error or {}
-    why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+    parts = []
+    for key in ("type", "message"):
+        if error.get(key):
+            parts.append(str(error[key]))
+    why = ": ".join(parts)
     if not why and run.exit is not None and run.exit.signal:
         why = f"killed by {signal.Signals(run.exit.signal).name}"
     return why or end.reason or "no reason"
@@ -284,9 +288,9 @@ def _count_steps(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared
     limit = plan.values.get(plan.stage.entry.names.max_length)
     if phase is None or tokenised.place is None or not isinstance(limit, int):
         return prepared
-    name = plan.values.get("tokenizer_name_or_path") or plan.values.get(
-        plan.stage.entry.names.model
-    )
+    name = plan.values.get("tokenizer_name_or_path")
+    if not name:
+        name = plan.values.get(plan.stage.entry.names.model)
     place = phase.place(tokenised.place, plan.values)
     rows: PackedRows | None = None
     # a file that cannot be read costs the count; the training says what is wrong

@@ -130,8 +130,8 @@ class Lease:
             owner = self.owner.as_json()
         content = {"run": self.run, "state": self.state, "returncode": self.code, "owner": owner}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        raw = json.dumps(content, indent=1).encode()
-        files.write_bytes(self.path, raw, durable=True, mode=_MODE)
+        text = json.dumps(content, indent=1)
+        files.write_bytes(self.path, text.encode(), durable=True, mode=_MODE)
 
     def release(self) -> None:
         """Delete it, unless a supervisor has taken it over."""

@@ -297,8 +297,8 @@ def _find_listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neig
         where = _compare_places(output, str(place))
         # a file system may ignore case
         if where is None and output.casefold().endswith(name):
-            is_same = trees.same_place(Path(output), place)
-            where = "here" if is_same else None
+            if trees.same_place(Path(output), place):
+                where = "here"
         if where is None or not os.path.isdir(output):
             continue
         # the list may be outdated: the run may be gone, or write elsewhere since

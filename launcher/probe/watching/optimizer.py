@@ -67,7 +67,9 @@ class Optimizer(ProbePiece):
             trained = [each for each in _collect_parameters(optimizer) if each.grad is not None]
             trained.sort(key=lambda parameter: parameter.numel())
             small = [parameter for parameter in trained if parameter.numel() <= SMALL]
-            self.small = (small or trained)[:SAMPLED]
+            if not small:
+                small = trained
+            self.small = small[:SAMPLED]
         gradients = [_get_local_part(each.grad) for each in self.small if each.grad is not None]
         if not gradients:
             return None

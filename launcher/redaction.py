@@ -501,18 +501,18 @@ def _clean_mapping(
 
 def _clean_record(record: Any, secret_values: Sequence[str]) -> Any:
     changes = {}
-    for field in fields(record):
-        if not field.init:
+    for member in fields(record):
+        if not member.init:
             continue
-        value = getattr(record, field.name)
-        if _is_own_word(field.name, value):
+        value = getattr(record, member.name)
+        if _is_own_word(member.name, value):
             continue
         name = ""
-        if is_secret(field.name):
-            name = field.name
+        if is_secret(member.name):
+            name = member.name
         cleaned = _clean_value(value, name, secret_values)
         if cleaned is not value:
-            changes[field.name] = cleaned
+            changes[member.name] = cleaned
     return replace(record, **changes)
 
 

@@ -296,9 +296,9 @@ def _find_listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neig
     for run, output in outputs_by_run(seconds=seconds).items():
         where = _compare_places(output, str(place))
         # a file system may ignore case
-        if where is None and output.casefold().endswith(name):
-            if trees.same_place(Path(output), place):
-                where = "here"
+        may_be_same = where is None and output.casefold().endswith(name)
+        if may_be_same and trees.same_place(Path(output), place):
+            where = "here"
         if where is None or not os.path.isdir(output):
             continue
         # the list may be outdated: the run may be gone, or write elsewhere since

@@ -157,10 +157,10 @@ def unreadable(path: object, error: OSError) -> NotReady:
 
 def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
     """Those findings that stop a run: errors, and under `strict` warnings about the file too."""
-    return tuple(finding for finding in findings if _stops(finding, strict=strict))
+    return tuple(finding for finding in findings if _is_stopping(finding, strict=strict))
 
 
-def _stops(finding: Finding, *, strict: bool) -> bool:
+def _is_stopping(finding: Finding, *, strict: bool) -> bool:
     if finding.severity == "warning":
         return strict and finding.about != "machine"
     return finding.severity == "error"

@@ -90,27 +90,29 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError("nested too deep") from None
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value):
         raise ValueError("nested too deep")
-    return _replaced(value) if _IMPOSSIBLE_ESCAPE.search(raw) else value
+    return _replace_impossible(value) if _IMPOSSIBLE_ESCAPE.search(raw) else value
 
 
-def _replaced(value: Any) -> Any:
+def _replace_impossible(value: Any) -> Any:
     if isinstance(value, str):
         return _IMPOSSIBLE.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
-        return {_replaced(key): _replaced(below) for key, below in value.items()}
+        return {
+            _replace_impossible(key): _replace_impossible(below) for key, below in value.items()
+        }
     if isinstance(value, list):
-        return [_replaced(below) for below in value]
+        return [_replace_impossible(below) for below in value]
     return value
 
 
-def _whole(digits: str) -> int | float:
+def _parse_whole(digits: str) -> int | float:
     if len(digits) <= _DIGITS:
         return int(digits)
     return -math.inf if digits.startswith("-") else math.inf
 
 
 _CONTAINERS = (dict, list)
-_PLAIN, _BOUNDED = json.JSONDecoder(), json.JSONDecoder(parse_int=_whole)
+_PLAIN, _BOUNDED = json.JSONDecoder(), json.JSONDecoder(parse_int=_parse_whole)
 _IMPOSSIBLE_ESCAPE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 # the halves from dc80 on stand for the bytes of a path that is no UTF-8
 _IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
@@ -150,15 +152,15 @@ def parse_line(raw: bytes, most: int = MAX_LINE) -> dict[str, Any]:
 
 def write_json(path: Path, data: Any) -> None:
     """Write atomically: a reader sees the old file or the new one, never a half."""
-    write_bytes(path, _json(data))
+    write_bytes(path, _encode_json(data))
 
 
 def write_private_json(path: Path, data: Any) -> None:
     """The same for the owner alone: what names processes decides what a stop ends."""
-    write_bytes(path, _json(data), mode=0o600)
+    write_bytes(path, _encode_json(data), mode=0o600)
 
 
-def _json(data: Any) -> bytes:
+def _encode_json(data: Any) -> bytes:
     try:
         raw = json.dumps(data, indent=2, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:

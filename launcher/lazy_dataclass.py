@@ -25,9 +25,9 @@ def _lazy_dataclass(
         options = {"slots": slots, "kw_only": kw_only}
         cls = dataclasses.dataclass(init=False, repr=False, eq=False, **options)(cls)
         methods: dict[str, object] = {"__init__": _init_compiled_by_first_call(cls, frozen)}
-        methods["__repr__"] = _repr
+        methods["__repr__"] = _render_fields
         if eq:
-            methods.update(_comparison(cls, frozen))
+            methods.update(_make_comparison(cls, frozen))
         if frozen:
             methods["__setattr__"] = _refuse_assignment
             methods["__delattr__"] = _refuse_deletion
@@ -88,7 +88,7 @@ def _compile_init(cls: type, frozen: bool) -> Callable[..., None]:
     return init  # type: ignore[no-any-return]
 
 
-def _comparison(cls: type, frozen: bool) -> dict[str, object]:
+def _make_comparison(cls: type, frozen: bool) -> dict[str, object]:
     compared = [field.name for field in dataclasses.fields(cls) if field.compare]
     values_of: Callable[[object], object] = type
     if compared:
@@ -105,7 +105,7 @@ def _comparison(cls: type, frozen: bool) -> dict[str, object]:
     return {"__eq__": __eq__, "__hash__": __hash__ if frozen else None}
 
 
-def _repr(self: Any) -> str:
+def _render_fields(self: Any) -> str:
     shown = []
     for field in dataclasses.fields(self):
         if field.repr:

@@ -174,12 +174,12 @@ class Redactor:
 
     def joined(self, other: Redactor) -> Redactor:
         """What either of both hides."""
-        values = _longest_first({*self.values, *other.values})
+        values = _sort_longest_first({*self.values, *other.values})
         return Redactor(values, {**other.borrowed, **self.borrowed})
 
     def redact(self, value: _T) -> _T:
         """The same value, of the same types throughout, without secrets."""
-        cleaned: _T = _clean(value, "", self.values)
+        cleaned: _T = _clean_value(value, "", self.values)
         return cleaned
 
     def name_variables(self, text: str) -> str:
@@ -298,7 +298,7 @@ def redact_bytes(raw: bytes, secret_values: Sequence[str]) -> bytes:
         if not may_hold_secret(line[0]):
             return line[0]
         text = line[0].decode("utf-8", "surrogateescape")
-        return _text(text, secret_values).encode("utf-8", "surrogateescape")
+        return _clean_text(text, secret_values).encode("utf-8", "surrogateescape")
 
     return _LINE.sub(clean, raw)
 
@@ -313,33 +313,33 @@ def known_values(environ: Mapping[str, str], borrowed: Collection[str] = ()) -> 
     forms: set[str] = set()
     for name, value in environ.items():
         if is_secret_variable(name) or (name in borrowed and holds_secret(name, value)):
-            forms.update(_spellings(value))
-    return _longest_first(forms)
+            forms.update(_find_spellings(value))
+    return _sort_longest_first(forms)
 
 
-def _longest_first(values: Iterable[str]) -> tuple[str, ...]:
+def _sort_longest_first(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 
 @lru_cache(maxsize=1024)
-def _spellings(value: str) -> frozenset[str]:
+def _find_spellings(value: str) -> frozenset[str]:
     """How a secret may be printed: as it is, by line, escaped, in a URL, in or out of base64."""
     if not _is_telling(value):
         return frozenset()
     plain = {value}
     if "\n" in value:
-        plain.update(
-            line.strip() for line in value.splitlines() if len(line.strip()) >= 2 * _SHORTEST
-        )
-        plain = {text for text in plain if text == value or _is_telling(text)}
-    decoded = _out_of_base64(value)
+        for line in value.splitlines():
+            text = line.strip()
+            if len(text) >= 2 * _SHORTEST and _is_telling(text):
+                plain.add(text)
+    decoded = _decode_base64(value)
     if decoded is not None and _is_telling(decoded):
         plain.add(decoded)
     forms = set(plain)
     for text in plain:
         forms.update((repr(text)[1:-1], json.dumps(text)[1:-1]))
-        forms.update(_in_url(text))
-        forms.update(_in_base64(text))
+        forms.update(_encode_in_url(text))
+        forms.update(_encode_in_base64(text))
     return frozenset(forms)
 
 
@@ -350,15 +350,20 @@ def _is_telling(value: str) -> bool:
     return len(value) > 2 * _SHORTEST or len(set(value)) > _SHORTEST // 2
 
 
-def _in_url(text: str) -> set[str]:
-    quoted = {quote(text, safe="", errors="surrogateescape"), quote(text, errors="surrogateescape")}
-    quoted.add(quote_plus(text, errors="surrogateescape"))
-    return quoted | {
-        _ESCAPED_IN_URL.sub(lambda match: match[0].lower(), spelling) for spelling in quoted
-    }
+def _encode_in_url(text: str) -> set[str]:
+    errors = "surrogateescape"
+    forms = set()
+    for quoted in (
+        quote(text, errors=errors),
+        quote(text, safe="", errors=errors),
+        quote_plus(text, errors=errors),
+    ):
+        forms.add(quoted)
+        forms.add(_ESCAPED_IN_URL.sub(lambda match: match[0].lower(), quoted))
+    return forms
 
 
-def _in_base64(text: str) -> set[str]:
+def _encode_in_base64(text: str) -> set[str]:
     """Base64 of the text, and what base64 of any longer text that holds it has in common."""
     raw = text.encode(errors="surrogateescape")
     forms: set[str] = set()
@@ -374,19 +379,22 @@ def _in_base64(text: str) -> set[str]:
     return forms | {form.replace("+", "-").replace("/", "_") for form in forms}
 
 
-def _out_of_base64(value: str) -> str | None:
+def _decode_base64(value: str) -> str | None:
     compact = "".join(value.split())
     if len(compact) % 4 == 1:
         return None
     padded = compact + "=" * (-len(compact) % 4)
+    alphabet = None
+    if "-" in padded or "_" in padded:
+        alphabet = b"-_"
     try:
-        decoded = b64decode(
-            padded, altchars=b"-_" if "-" in padded or "_" in padded else None, validate=True
-        )
+        decoded = b64decode(padded, altchars=alphabet, validate=True)
         text = decoded.decode().strip()
     except ValueError:
         return None
-    return text if text.isprintable() or "\n" in text else None
+    if text.isprintable() or "\n" in text:
+        return text
+    return None
 
 
 def is_secret_variable(name: str) -> bool:
@@ -454,52 +462,80 @@ def _is_secret(name: str) -> bool:
     return last in ("pass", "pwd") and before in _PASS_OF
 
 
-def _clean(value: Any, name: str, secret_values: Sequence[str]) -> Any:
+def _clean_value(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if isinstance(value, str):
-        shown = (
-            not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
-        )
-        return _text(value, secret_values) if shown else REDACTED
+        if not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value):
+            return _clean_text(value, secret_values)
+        return REDACTED
     if isinstance(value, Mapping):
-        cleaned = {}
-        for key, below in value.items():
-            # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
-            named = key if is_secret_variable(str(key)) else name * (key == "value")
-            spelt = _text(key, secret_values) if isinstance(key, str) else key
-            cleaned[spelt] = below if _ours(key, below) else _clean(below, named, secret_values)
-        return cleaned
-    if isinstance(value, list | tuple):
-        words = _words(value, name, secret_values)
-        return words if isinstance(value, list) else tuple(words)
+        return _clean_mapping(value, name, secret_values)
+    if isinstance(value, list):
+        return _clean_words(value, name, secret_values)
+    if isinstance(value, tuple):
+        return tuple(_clean_words(value, name, secret_values))
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        clean = {
-            key: _clean(v, key if is_secret(key) else "", secret_values)
-            for key, v in own.items()
-            if not _ours(key, v)
-        }
-        return replace(value, **{k: v for k, v in clean.items() if v is not own[k]})
+        return _clean_record(value, secret_values)
     return value
 
 
-def _ours(key: object, value: object) -> bool:
+def _clean_mapping(
+    values: Mapping[Any, Any], name: str, secret_values: Sequence[str]
+) -> dict[Any, Any]:
+    cleaned = {}
+    for key, value in values.items():
+        named = ""
+        if is_secret_variable(str(key)):
+            named = key
+        elif key == "value":
+            # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
+            named = name
+        shown_key = key
+        if isinstance(key, str):
+            shown_key = _clean_text(key, secret_values)
+        shown = value
+        if not _is_own_word(key, value):
+            shown = _clean_value(value, named, secret_values)
+        cleaned[shown_key] = shown
+    return cleaned
+
+
+def _clean_record(record: Any, secret_values: Sequence[str]) -> Any:
+    changes = {}
+    for member in fields(record):
+        if not member.init:
+            continue
+        value = getattr(record, member.name)
+        if _is_own_word(member.name, value):
+            continue
+        name = ""
+        if is_secret(member.name):
+            name = member.name
+        cleaned = _clean_value(value, name, secret_values)
+        if cleaned is not value:
+            changes[member.name] = cleaned
+    return replace(record, **changes)
+
+
+def _is_own_word(key: object, value: object) -> bool:
     return key in _OURS and isinstance(value, str) and value.replace("-", "_").isidentifier()
 
 
-def _words(values: Sequence[Any], name: str, secret_values: Sequence[str]) -> list[Any]:
+def _clean_words(values: Sequence[Any], name: str, secret_values: Sequence[str]) -> list[Any]:
     """A list, which may be a command line: the words after `--hub_token` are its value."""
     cleaned = []
     flag = ""
     for value in values:
         if isinstance(value, str) and value.startswith("--"):
-            flag = value if is_secret(value) and "=" not in value else ""
-            cleaned.append(_text(value, secret_values))
+            flag = ""
+            if is_secret(value) and "=" not in value:
+                flag = value
+            cleaned.append(_clean_text(value, secret_values))
         else:
-            cleaned.append(_clean(value, name or flag, secret_values))
+            cleaned.append(_clean_value(value, name or flag, secret_values))
     return cleaned
 
 
-def _text(text: str, secret_values: Sequence[str]) -> str:
+def _clean_text(text: str, secret_values: Sequence[str]) -> str:
     for value in secret_values:
         if value in text:
             text = text.replace(value, REDACTED)
@@ -512,15 +548,17 @@ def _text(text: str, secret_values: Sequence[str]) -> str:
         )
         text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
     text = _BEARER.sub(rf"\1{REDACTED}", text)
-    return _FLAG.sub(_flag, _pairs(text))
+    return _FLAG.sub(_clean_flag, _clean_pairs(text))
 
 
-def _flag(match: re.Match[str]) -> str:
-    hidden = is_secret(match["name"]) and not _harmless(match["name"], match["value"])
-    return f"{match['head']}{REDACTED}" if hidden else match[0]
+def _clean_flag(match: re.Match[str]) -> str:
+    name = match["name"]
+    if not is_secret(name) or _is_harmless(name, match["value"]):
+        return match[0]
+    return f"{match['head']}{REDACTED}"
 
 
-def _pairs(text: str) -> str:
+def _clean_pairs(text: str) -> str:
     """The values behind secret names; what a harmless name stands before may be a pair itself."""
     parts = []
     done = 0
@@ -534,7 +572,7 @@ def _pairs(text: str) -> str:
         # before a colon `token` is a word of a sentence
         is_name = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
         value = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
-        if value is None or _harmless(name, value["quoted"] or value["plain"]):
+        if value is None or _is_harmless(name, value["quoted"] or value["plain"]):
             continue
         quote = value["quote"] or ""
         if name.isupper() and sign == "=" and not quote:
@@ -544,7 +582,7 @@ def _pairs(text: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _harmless(name: str, value: str) -> bool:
+def _is_harmless(name: str, value: str) -> bool:
     # a shell has what was taken out in quotes: without them it would be a redirection
     value = value.strip("'\"")
     # a count of tokens, an index of a key

@@ -36,19 +36,19 @@ _FEW = 9
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _plain(text: str) -> str:
+def _simplify(text: str) -> str:
     # without the brackets that typer sets around a default in words, and limits as a formula
     text = re.sub(r"default: \(([^()]+)\)", r"default: \1", text)
     return re.sub(r"  \[x>=\d+\]|; x>=\d+(?=\])", "", text)
 
 
-def _write(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
+def _write_section(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
     if rows:
         with formatter.section(title):
             formatter.write_dl(rows)
 
 
-def _group(
+def _group_names(
     names: Iterable[str], groups: Mapping[str, str], rest: str
 ) -> Iterator[tuple[str, list[str]]]:
     """Each group with those of its names that there are; last what no group names."""
@@ -68,22 +68,22 @@ class SummarizedCommand(TyperCommand):
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
-            row = (record[0].replace("<int range>", "N"), _plain(record[1]))
+            row = (record[0].replace("<int range>", "N"), _simplify(record[1]))
             if parameter.param_type_name == "argument":
                 arguments.append(row)
             else:
                 options[str(parameter.name)] = row
-        _write(formatter, "Arguments", arguments)
+        _write_section(formatter, "Arguments", arguments)
         groups = OPTIONS if len(options) > _FEW else {}
-        *titled, others = _group(options, groups, "Options")
+        *titled, others = _group_names(options, groups, "Options")
         for title, names in (others, *titled):
-            _write(formatter, title, [options[name] for name in names])
+            _write_section(formatter, title, [options[name] for name in names])
 
 
 class Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         names: list[str] = []
-        for _, group in _group(super().list_commands(ctx), COMMANDS, "Further"):
+        for _, group in _group_names(super().list_commands(ctx), COMMANDS, "Further"):
             names += group
         return names
 
@@ -91,12 +91,12 @@ class Group(TyperGroup):
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         longest = max(map(len, names))
         limit = formatter.width - longest - 4
-        for title, group in _group(names, COMMANDS, "Further"):
+        for title, group in _group_names(names, COMMANDS, "Further"):
             rows = []
             for name in group:
                 summary = self.commands[name].get_short_help_str(limit)
                 rows.append((name.ljust(longest), summary))
-            _write(formatter, title, rows)
+            _write_section(formatter, title, rows)
 
 
 class App(typer.Typer):
@@ -108,7 +108,7 @@ class App(typer.Typer):
 
         typer builds the parser of every command that an app has, which takes 20 ms for all.
         """
-        commands = [info for info in self.registered_commands if _name_of(info) == name]
+        commands = [info for info in self.registered_commands if _find_command_name(info) == name]
         groups = [info for info in self.registered_groups if info.name == name]
         if not commands and not groups:
             return self
@@ -118,7 +118,7 @@ class App(typer.Typer):
         return app
 
 
-def _name_of(info: CommandInfo) -> str:
+def _find_command_name(info: CommandInfo) -> str:
     if info.name is not None:
         return info.name
     assert info.callback is not None

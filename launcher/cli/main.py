@@ -83,23 +83,23 @@ def _run_guarded(arguments: list[str]) -> int:
         extensions.load()
         _run_command(arguments)
     except SystemExit as stop:
-        return _exit_code(stop)
+        return _convert_exit_code(stop)
     except LaunchError as error:
-        return _report(error, arguments)
+        return _report_error(error, arguments)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except MemoryError:
-        return _out_of_memory(arguments)
+        return _report_out_of_memory(arguments)
     except OSError as error:
         return _report_os_error(error, arguments)
     except Exception as error:
         if _is_of_a_limit(error):
-            return _out_of_memory(arguments)
-        return _bug(error, arguments)
+            return _report_out_of_memory(arguments)
+        return _report_bug(error, arguments)
     return Exit.OK
 
 
-def _exit_code(stop: SystemExit) -> int:
+def _convert_exit_code(stop: SystemExit) -> int:
     cause = stop.__context__
     if isinstance(cause, OSError) and cause.errno in _GONE:
         # the reader of a help text has gone, which click calls a failure
@@ -113,11 +113,11 @@ def _report_os_error(error: OSError, arguments: list[str]) -> int:
     if error.errno in _GONE:
         # nothing is left to say
         return Exit.OK
-    refusal = _refusal(error)
-    return _bug(error, arguments) if refusal is None else _report(refusal, arguments)
+    refusal = _explain_os_error(error)
+    return _report_bug(error, arguments) if refusal is None else _report_error(refusal, arguments)
 
 
-def _refusal(error: OSError) -> LaunchError | None:
+def _explain_os_error(error: OSError) -> LaunchError | None:
     """What to say of an error that the machine or the user's files are the cause of."""
     if not _has_working_folder():
         message = "the folder that this shell is in has been removed"
@@ -130,7 +130,7 @@ def _refusal(error: OSError) -> LaunchError | None:
         help = "free space; a run that has begun continues: launch runs"
         return not_ready("disk-full", message, help)
     if error.errno in _LIMITS:
-        return _limited(str(error.strerror))
+        return _report_limit(str(error.strerror))
     if _NO_TEMPORARY in str(error):
         help = "free space in one of them, name another with TMPDIR, or see `ulimit -f`"
         return not_ready("no-space", str(error.strerror), help)
@@ -145,7 +145,7 @@ def _has_working_folder() -> bool:
     return True
 
 
-def _limited(message: str) -> NotReady:
+def _report_limit(message: str) -> NotReady:
     help = "a limit of this shell or machine; `ulimit -a` shows those of the shell"
     return not_ready("resource-limit", message, help)
 
@@ -157,10 +157,10 @@ def _is_of_a_limit(error: Exception) -> bool:
     return is_of_library and any(words in text for words in _NO_MEMORY)
 
 
-def _out_of_memory(arguments: list[str]) -> int:
+def _report_out_of_memory(arguments: list[str]) -> int:
     message = "the memory that this command may use is used up"
     try:
-        return _report(_limited(message), arguments)
+        return _report_error(_report_limit(message), arguments)
     except MemoryError:
         with contextlib.suppress(OSError):
             os.write(2, f"error[resource-limit]: {message}\n".encode())
@@ -190,7 +190,7 @@ def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
             help = f"write {redact(folded(' '.join(words)))}"
     # typer repeats the word that it does not understand, and that may be a token
     message = redact(folded(message))
-    if _form(arguments) == "json":
+    if _find_format(arguments) == "json":
         raise usage("bad-command-line", message, help or f"{where} -h") from None
     if help is not None:
         message += f"\n  help: {help}"
@@ -201,16 +201,21 @@ def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _report(error: LaunchError, arguments: list[str]) -> Exit:
+def _report_error(error: LaunchError, arguments: list[str]) -> Exit:
     # what is full, or gone, may be what the answer goes to
     with contextlib.suppress(OSError):
         answer(
-            _command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code
+            _find_command_name(arguments),
+            _find_format(arguments),
+            None,
+            (),
+            error.findings,
+            error.exit_code,
         )
     return error.exit_code
 
 
-def _command_name(arguments: list[str]) -> str:
+def _find_command_name(arguments: list[str]) -> str:
     """The command of a command line as its answers name it: `pin diff`, not `pin`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     groups = [group.name for group in app.registered_groups]
@@ -218,14 +223,14 @@ def _command_name(arguments: list[str]) -> str:
     return " ".join(words[: 2 if is_of_group else 1]) or "launch"
 
 
-def _form(arguments: list[str]) -> Findings:
+def _find_format(arguments: list[str]) -> Findings:
     line = " ".join(arguments).replace("--format=", "--format ") + " "
     if "--format json " in line:
         return "json"
     return "github" if "--format github " in line else "text"
 
 
-def _bug(error: Exception, arguments: list[str]) -> int:
+def _report_bug(error: Exception, arguments: list[str]) -> int:
     from launcher.runs import rundir
 
     # nobody knows here what the file of the command borrowed: any variable may be it
@@ -241,11 +246,11 @@ def _bug(error: Exception, arguments: list[str]) -> int:
         # the name of a file need not be UTF-8
         path.write_text(redactor.redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:
-        typer.echo(_encodable(redactor.redact(printable(text))), err=True)
+        typer.echo(_escape_unencodable(redactor.redact(printable(text))), err=True)
     summary = redactor.redact(folded(f"{type(error).__name__}: {error}"))
-    typer.echo(_encodable(f"bug in launch: {summary}  (traceback in {path})"), err=True)
+    typer.echo(_escape_unencodable(f"bug in launch: {summary}  (traceback in {path})"), err=True)
     return Exit.BUG
 
 
-def _encodable(text: str) -> str:
+def _escape_unencodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()

@@ -41,7 +41,7 @@ app = help.App(
 )
 
 
-def _version(requested: bool) -> None:
+def _print_version(requested: bool) -> None:
     if requested:
         from launcher.upstream import open_instruct, trl
 
@@ -54,7 +54,11 @@ def _version(requested: bool) -> None:
 @app.callback()
 def _launch(
     version: bool = Option(
-        False, "--version", is_eager=True, callback=_version, help="Show the versions and exit."
+        False,
+        "--version",
+        is_eager=True,
+        callback=_print_version,
+        help="Show the versions and exit.",
     ),
 ) -> None:
     """The options of `launch` itself."""
@@ -310,7 +314,7 @@ def takes(*names: str) -> Callable[[Command], Command]:
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(Shared):
         if field.name in words:
-            shared.append(_parameter(field.name, field.default, _TYPES[field.name]))
+            shared.append(_make_parameter(field.name, field.default, _TYPES[field.name]))
         else:
             defaults[field.name] = vars(field.default)["default"]
 
@@ -319,12 +323,7 @@ def takes(*names: str) -> Callable[[Command], Command]:
             options = {name: values.pop(name) for name in words}
             return command(Shared(**defaults, **options), **values)
 
-        # arguments by place come first, and the form of the answer last
-        parameters = [parameter for parameter in shared if parameter.name in _BY_PLACE]
-        signature = inspect.signature(command, eval_str=True)
-        for parameter in list(signature.parameters.values())[1:]:
-            parameters.append(_parameter(parameter.name, parameter.default, parameter.annotation))
-        parameters += [parameter for parameter in shared if parameter.name not in _BY_PLACE]
+        parameters = _join_parameters(shared, command)
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -337,7 +336,23 @@ def takes(*names: str) -> Callable[[Command], Command]:
 _BY_PLACE = ("config", "overrides")
 
 
-def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+def _join_parameters(shared: list[inspect.Parameter], command: Command) -> list[inspect.Parameter]:
+    """Arguments by place come first, then the command's own options, then the shared ones."""
+    by_place = []
+    by_name = []
+    for parameter in shared:
+        if parameter.name in _BY_PLACE:
+            by_place.append(parameter)
+        else:
+            by_name.append(parameter)
+    signature = inspect.signature(command, eval_str=True)
+    own = []
+    for parameter in list(signature.parameters.values())[1:]:
+        own.append(_make_parameter(parameter.name, parameter.default, parameter.annotation))
+    return [*by_place, *own, *by_name]
+
+
+def _make_parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
@@ -418,7 +433,7 @@ def answer(
     `before` are findings that people have been shown before. Tools that did not answer are added.
     `redactor` is that of the stage file or the run that is shown.
     """
-    findings = [*findings, *_silent_tools([*before, *findings])]
+    findings = [*findings, *_report_silent_tools([*before, *findings])]
     everything = [*before, *findings]
     if format == "json":
         console.print_envelope(command, code is Exit.OK, everything, data, redactor)
@@ -436,7 +451,7 @@ def answer(
     return code
 
 
-def _silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _report_silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
     """A warning for each tool that did not answer this command, unless a finding says so."""
     # a command that asked nothing need not import it
     if "launcher.machine.tools" not in sys.modules:

@@ -38,7 +38,7 @@ def conclude(
     others may write.
     """
     if attempt.rank:
-        _release(locks)
+        _release_locks(locks)
         return _conclude_worker(folder, attempt, ended)
     number = attempt.number
     with rundir.conclude_once(folder, number) as due:
@@ -59,14 +59,14 @@ def conclude(
             # a verdict can be repeated; the call at the end cannot
             traceback.print_exc()
         # the command may start the next run on the same cards
-        _release(locks)
+        _release_locks(locks)
         on_finish.call(
             folder, attempt, code, own=own, began=lambda: rundir.mark_notified(folder, number)
         )
     return code
 
 
-def _release(locks: Sequence[int]) -> None:
+def _release_locks(locks: Sequence[int]) -> None:
     for lock in locks:
         os.close(lock)
 
@@ -174,11 +174,11 @@ def left_out_notes(judgement: judge.RunJudgement, folder: RunFolder) -> tuple[Fi
                 places.setdefault(str(path), []).append((line, omission))
     notes = []
     for file, omissions in places.items():
-        notes.append(_left_out_note(file, omissions))
+        notes.append(_report_omissions(file, omissions))
     return tuple(notes)
 
 
-def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
+def _report_omissions(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
     line, fault = faults[0]
     message = str(fault)
     if len(faults) > 1:

@@ -39,9 +39,9 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     """
     signals: list[int] = []
     runner.require_known_state(folder)
-    if _goes_on(folder):
-        with _passing_on(folder, signals, forward=forward):
-            view = _view_of(folder, attempt)
+    if _has_live_process(folder):
+        with _handle_signals(folder, signals, forward=forward):
+            view = _build_view(folder, attempt)
             with view.showing():
                 _update_view(folder, view)
         runner.require_known_state(folder)
@@ -57,7 +57,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     return bool(signals)
 
 
-def _view_of(folder: RunFolder, attempt: Attempt) -> View:
+def _build_view(folder: RunFolder, attempt: Attempt) -> View:
     progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
     manifest = rundir.read_manifest(folder)
     # without planned steps, packing makes other rows than those of the data
@@ -78,7 +78,7 @@ def _view_of(folder: RunFolder, attempt: Attempt) -> View:
 def _update_view(folder: RunFolder, view: View) -> None:
     """Update the view until the run is over, as long as the terminal lives."""
     is_shown = True
-    while _goes_on(folder):
+    while _has_live_process(folder):
         if is_shown:
             try:
                 view.tick()
@@ -88,12 +88,12 @@ def _update_view(folder: RunFolder, view: View) -> None:
         time.sleep(POLL_S)
 
 
-def _goes_on(folder: RunFolder) -> bool:
+def _has_live_process(folder: RunFolder) -> bool:
     return runner.has_live_supervisor(folder) or runner.is_alive(folder.path)
 
 
 @contextlib.contextmanager
-def _passing_on(folder: RunFolder, signals: list[int], *, forward: bool) -> Iterator[None]:
+def _handle_signals(folder: RunFolder, signals: list[int], *, forward: bool) -> Iterator[None]:
     """With `forward`, pass signals on to the run and note them; without, INT raises Detached."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -168,7 +168,7 @@ def _print_rest(log: BinaryIO, printer: LogLines, folder: RunFolder, *, follow: 
     out = sys.stdout.buffer
     while True:
         # determined before reading, so that the last lines are not missed
-        is_over = not follow or not _goes_on(folder)
+        is_over = not follow or not _has_live_process(folder)
         if os.fstat(log.fileno()).st_size < log.tell():
             log.seek(0)
             out.write(printer.rest())
@@ -189,7 +189,7 @@ def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
         return True
     if runner.read_processes(folder).attempt == attempt.number:
         return True
-    return _goes_on(folder)
+    return _has_live_process(folder)
 
 
 def newest_attempt(folder: RunFolder) -> Attempt:

@@ -53,10 +53,10 @@ class CutLine:
         if self.at_least:
             amount = f"at least {amount}"
         note = f" ... {amount} of this line left out ... "
-        return _whole_characters(begin) + note.encode() + _whole_characters(end)
+        return _drop_broken_characters(begin) + note.encode() + _drop_broken_characters(end)
 
 
-def _whole_characters(raw: bytes) -> bytes:
+def _drop_broken_characters(raw: bytes) -> bytes:
     return raw.decode(errors="ignore").encode()
 
 
@@ -79,12 +79,12 @@ class LogLines:
         """What can be printed after this block."""
         output = b""
         for start in range(0, len(block), BLOCK_BYTES):
-            output += self._of(block[start : start + BLOCK_BYTES])
+            output += self._process_block(block[start : start + BLOCK_BYTES])
         return output
 
     def rest(self) -> bytes:
         """What waits, at the end of the log."""
-        last = self._release(self.line)
+        last = self._release_held(self.line)
         self.line = b""
         if self.cut is not None:
             last += self.cut.printable(self.secrets)
@@ -100,7 +100,7 @@ class LogLines:
         self.cut.tail = b""
         self.cut.at_least = self.cut.at_least or at_least
 
-    def _of(self, block: bytes) -> bytes:
+    def _process_block(self, block: bytes) -> bytes:
         output = b""
         if self.cut is not None:
             output, block = self._continue_cut(self.cut, block)
@@ -108,31 +108,31 @@ class LogLines:
             return output
         text = self.line + block
         if not self.frames:
-            text = _last_frames(text)
+            text = _keep_last_frames(text)
         # only the first line may have begun in an earlier block
-        first_end = self._line_end(text)
+        first_end = self._find_line_end(text)
         if first_end > LINE_BYTES:
-            output += self._printable(b"")
+            output += self._render_lines(b"")
             output += _cut_line(text[:first_end]).printable(self.secrets)
             text = text[first_end:]
-        last_end = self._last_end(text)
+        last_end = self._find_last_end(text)
         self.line = text[last_end:]
-        output += self._printable(text[:last_end])
+        output += self._render_lines(text[:last_end])
         if len(self.line) > LINE_BYTES:
-            output += self._release()
+            output += self._release_held()
             self.cut = _cut_line(self.line)
             self.line = b""
         return output
 
     def _continue_cut(self, cut: CutLine, block: bytes) -> tuple[bytes, bytes]:
         """What can be printed, and the rest of the block after the cut line."""
-        end = self._line_end(block)
+        end = self._find_line_end(block)
         line = block
         if end >= 0:
             line = block[:end]
         if not self.frames:
             last = cut.tail[-1:]
-            frame = _last_frame(last + line)
+            frame = _find_last_frame(last + line)
             if frame > 0:
                 # another frame of the progress bar replaces the cut one
                 self.cut = None
@@ -143,7 +143,7 @@ class LogLines:
         self.cut = None
         return cut.printable(self.secrets), block[end:]
 
-    def _line_end(self, text: bytes) -> int:
+    def _find_line_end(self, text: bytes) -> int:
         """Where the second line begins; -1 if the first one has no end."""
         feed = text.find(b"\n")
         after_feed = -1
@@ -158,13 +158,13 @@ class LogLines:
             return after_feed
         return carriage + 1
 
-    def _last_end(self, text: bytes) -> int:
+    def _find_last_end(self, text: bytes) -> int:
         end = text.rfind(b"\n") + 1
         if not self.frames:
             return end
         return max(end, text.rfind(b"\r") + 1)
 
-    def _printable(self, lines: bytes) -> bytes:
+    def _render_lines(self, lines: bytes) -> bytes:
         """Whole lines as they are printed, after those that were held.
 
         Lines are held from the beginning of a private key on, until it ends.
@@ -177,7 +177,7 @@ class LogLines:
         self.held = text[end:]
         return redact_bytes(printable_bytes(text[:end]), self.secrets)
 
-    def _release(self, more: bytes = b"") -> bytes:
+    def _release_held(self, more: bytes = b"") -> bytes:
         text = self.held + more
         self.held = b""
         return redact_bytes(printable_bytes(text), self.secrets)
@@ -187,16 +187,16 @@ def _cut_line(line: bytes) -> CutLine:
     return CutLine(head=line[:_SHOWN_BYTES], tail=line[-_SHOWN_BYTES:], length=len(line))
 
 
-def _last_frame(line: bytes) -> int:
+def _find_last_frame(line: bytes) -> int:
     """Where the last frame of a progress bar begins."""
     return line.rstrip(b"\r\n").rfind(b"\r") + 1
 
 
-def _last_frames(text: bytes) -> bytes:
+def _keep_last_frames(text: bytes) -> bytes:
     """The last frame of each line."""
     if b"\r" not in text:
         return text
-    return b"\n".join(line[_last_frame(line) :] for line in text.split(b"\n"))
+    return b"\n".join(line[_find_last_frame(line) :] for line in text.split(b"\n"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def find_last_lines(file: int, count: int) -> LastLines:
     size = os.fstat(file).st_size
     gaps: list[Gap] = []
     start = size
-    for begin in _line_begins(file, size):
+    for begin in _find_line_begins(file, size):
         length = start - begin
         if length > LINE_BYTES:
             # the search for the beginning of this line was given up
@@ -235,10 +235,10 @@ def find_last_lines(file: int, count: int) -> LastLines:
         if count == 0 or length >= _SEARCHED_BYTES:
             break
     gaps.reverse()
-    return LastLines(_before_key(file, start), tuple(gaps))
+    return LastLines(_find_begin_before_key(file, start), tuple(gaps))
 
 
-def _line_begins(file: int, size: int) -> Iterator[int]:
+def _find_line_begins(file: int, size: int) -> Iterator[int]:
     """Where each line begins, last first; for a very long one, where the search was given up."""
     line_end = size
     # no line begins at the end of the last one
@@ -270,7 +270,7 @@ def _is_hole(file: int, start: int, stop: int) -> bool:
         return error.errno == errno.ENXIO
 
 
-def _before_key(file: int, start: int) -> int:
+def _find_begin_before_key(file: int, start: int) -> int:
     """Where to begin printing: `start`, or before the private key that it lies in."""
     low = max(0, start - _KEY_BYTES)
     before = os.pread(file, start - low, low)

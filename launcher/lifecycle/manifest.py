@@ -53,7 +53,7 @@ def build_manifest(
         config=str(stage.config.path),
         output=None if output is None else str(output),
         expect=expectations(plan),
-        deepspeed=_deepspeed(plan, trainer),
+        deepspeed=_describe_deepspeed(plan, trainer),
         cwd=str(command.cwd),
         plan=plan.record.as_json(),
         tracked=tracked,
@@ -77,7 +77,7 @@ def build_manifest(
     )
 
 
-def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
+def _describe_deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     """The version and settings that gradients depend on; None without DeepSpeed."""
     file, _ = plan.stage.read_deepspeed()
     config = engine_config(plan.values, file)
@@ -116,7 +116,7 @@ def write_stage_file(
     `restored` are arguments that a checkpoint has. Raises OSError.
     """
     options = plan.stage.options
-    keys = _options_of(plan)
+    keys = _collect_options(plan)
     if options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED:
         files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
         keys["deepspeed"] = folder.deepspeed.name
@@ -136,7 +136,7 @@ def write_stage_file(
     files.write_text(folder.stage_file, head + text)
 
 
-def _options_of(plan: Plan) -> dict[str, Any]:
+def _collect_options(plan: Plan) -> dict[str, Any]:
     """launch's own keys of a stage file, without those that are not set."""
     options = plan.stage.options
     slurm = {}
@@ -146,7 +146,7 @@ def _options_of(plan: Plan) -> dict[str, Any]:
     if options.probe is not None:
         settings = asdict(options.probe)
         names = [part.name for part in KEYS["probe"].parts]
-        probe = _without_none({name: settings[name] for name in names})
+        probe = _drop_none({name: settings[name] for name in names})
     keys: dict[str, Any] = {
         "stage": options.stage,
         "backend": options.backend,
@@ -164,11 +164,11 @@ def _options_of(plan: Plan) -> dict[str, Any]:
     }
     if options.batch is not None:
         batch = {"global": options.batch.total, "per_device": options.batch.per_device}
-        keys["batch"] = _without_none(batch)
-    return _without_none(keys)
+        keys["batch"] = _drop_none(batch)
+    return _drop_none(keys)
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

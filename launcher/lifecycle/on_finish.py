@@ -87,7 +87,9 @@ def call(
         reason = writable_by_others(folder)
         if reason is not None:
             command = shlex.join(map(str, attempt.on_finish))
-            _say(attempt.environ, f"`{brief(_escape(command))}` was not run: {reason}")
+            _print_notice(
+                attempt.environ, f"`{brief(_escape_unprintable(command))}` was not run: {reason}"
+            )
             return None
     progress = Progress(total=None)
     overview.read_last_steps(folder, progress)
@@ -107,7 +109,7 @@ def call(
     return run(attempt.on_finish, environ, cwd, attempt.on_finish_s, began)
 
 
-def _escape(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -142,9 +144,9 @@ def run(
         process.adopting_orphans(),
     ):
         try:
-            child = _start(words, env, cwd)
+            child = _start_command(words, env, cwd)
         except (OSError, ValueError) as error:
-            _say(environ, f"{words[0]} cannot be started: {error}")
+            _print_notice(environ, f"{words[0]} cannot be started: {error}")
             return None
         finally:
             began()
@@ -155,15 +157,17 @@ def run(
         try:
             returncode = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _say(environ, f"{name} is ended: it took longer than {limit_s:g} s")
-            _end(child.pid, earlier)
+            _print_notice(environ, f"{name} is ended: it took longer than {limit_s:g} s")
+            _end_command(child.pid, earlier)
             returncode = child.wait()
     if returncode:
-        _say(environ, f"{name} ended with {returncode}")
+        _print_notice(environ, f"{name} ended with {returncode}")
     return returncode
 
 
-def _start(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+def _start_command(
+    words: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own. Raises OSError or ValueError."""
     program: str | None = words[0]
     if os.sep not in words[0]:
@@ -176,13 +180,13 @@ def _start(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> subproces
     )
 
 
-def _end(leader: int, earlier: frozenset[int]) -> None:
+def _end_command(leader: int, earlier: frozenset[int]) -> None:
     """TERM, then KILL to a command and all that it has started, until none is left."""
     signalled: set[int] = set()
     until = time.monotonic() + ENDING_S
     process.signal_group(leader, signal.SIGTERM)
     while time.monotonic() < until:
-        living = _started_since(earlier)
+        living = _find_started_since(earlier)
         if not living:
             break
         process.signal_all(living - signalled, signal.SIGTERM)
@@ -191,17 +195,17 @@ def _end(leader: int, earlier: frozenset[int]) -> None:
     # until it is waited for, no other group can have its number
     process.signal_group(leader, signal.SIGKILL)
     until = time.monotonic() + KILLING_S
-    living = _started_since(earlier)
+    living = _find_started_since(earlier)
     while living:
         process.signal_all(living, signal.SIGKILL)
         if time.monotonic() > until:
             break
         time.sleep(SHORT_POLL_S)
-        living = _started_since(earlier)
+        living = _find_started_since(earlier)
     process.reap_except(leader)
 
 
-def _started_since(earlier: frozenset[int]) -> frozenset[int]:
+def _find_started_since(earlier: frozenset[int]) -> frozenset[int]:
     """The processes below this one that are new, without runs and their supervisors."""
     started = process.descendants(os.getpid()) - earlier
     of_runs: set[int] = set()
@@ -213,5 +217,5 @@ def _started_since(earlier: frozenset[int]) -> frozenset[int]:
     return started - of_runs
 
 
-def _say(environ: Mapping[str, str], text: str) -> None:
+def _print_notice(environ: Mapping[str, str], text: str) -> None:
     print(redact(printable(f"--on-finish {text}"), environ), file=sys.stderr)

@@ -102,7 +102,7 @@ def _count_files(number: int) -> str:
     return f"{number} files"
 
 
-def _budget() -> Budget:
+def _make_budget() -> Budget:
     return Budget(names=_MAX_NAMES, seconds=_MAX_SECONDS)
 
 
@@ -140,13 +140,13 @@ class Removal:
 def require_over(folder: RunFolder) -> None:
     """Raise NotReady if a run, or one of a campaign, trains, waits, or may train out of sight."""
     for run in [folder, *rundir.campaign_runs(folder.path)]:
-        activity = _activity_of(run)
+        activity = _describe_activity(run)
         if activity is not None:
             name = run.path.name
             raise not_ready("run-is-live", f"{name} is {activity}", f"launch stop {name}")
 
 
-def _activity_of(run: RunFolder) -> str | None:
+def _describe_activity(run: RunFolder) -> str | None:
     """What a run does now; None if it is over."""
     if lease.is_locked(evaluation.evaluation_folder(run).path / ".lock"):
         return "being evaluated"
@@ -178,7 +178,7 @@ def plan_removal(folder: RunFolder, *, model: bool) -> Removal:
             part = _plan_output(run, runs)
             if part is not None:
                 parts.append(part)
-    parts.append(_plan_records(folder, _paths_inside(folder.path, parts)))
+    parts.append(_plan_records(folder, _find_paths_inside(folder.path, parts)))
     return Removal(folder=folder, runs=runs, parts=tuple(parts))
 
 
@@ -214,7 +214,7 @@ def _require_no_others(
 ) -> None:
     """Raise if the output of a run that is none of `runs` lies in a folder, or above it."""
     own = [run.path.name for run in runs]
-    budget = _budget()
+    budget = _make_budget()
     for other in outputs.find_neighbours(place, Path(own[0]), budget=budget, seconds=None):
         if other.name in own or (inside_only and other.where != "inside"):
             continue
@@ -226,10 +226,10 @@ def _require_no_others(
         if other.where != "inside" and other.gone:
             # that run was removed, and its output left as it is
             continue
-        raise _shared_output(place, other)
+        raise _report_shared_output(place, other)
 
 
-def _shared_output(place: Path, other: outputs.Neighbour) -> UsageError:
+def _report_shared_output(place: Path, other: outputs.Neighbour) -> UsageError:
     if other.where == "here":
         help = f"launch rm {other.name} removes that run, and keeps the output"
         return usage("output-kept", f"{place} is the output of {other.name} too", help)
@@ -298,12 +298,12 @@ def _read_written(run: RunFolder, place: Path) -> _Written:
 def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
     """Every file below an output folder: to delete, or kept."""
     sums = checksums.read_checksums(run)
-    own_leases = list(_lease_files(run, place))
+    own_leases = list(_find_lease_files(run, place))
     lease_paths = {file.path for file in own_leases}
     doomed = []
     kept = {}
-    budget = _budget()
-    with _opening(place), trees.open_tree(place) as root:
+    budget = _make_budget()
+    with _report_unreadable(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
         for entry in trees.walk(root, budget):
             if entry.closed:
@@ -314,7 +314,7 @@ def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
             if not states:
                 kept[entry.path] = written.reason
             elif _is_own(entry) and _is_unchanged(entry, states, sums):
-                doomed.append(_doom(entry.path, entry.status))
+                doomed.append(_make_doomed(entry.path, entry.status))
             else:
                 kept[entry.path] = _CHANGED
     doomed += own_leases
@@ -325,12 +325,12 @@ def _is_own(entry: TreeEntry) -> bool:
     return entry.status.st_uid == os.geteuid()
 
 
-def _doom(path: str, status: os.stat_result) -> Doomed:
+def _make_doomed(path: str, status: os.stat_result) -> Doomed:
     return Doomed(path=path, state=inventory.file_state(status))
 
 
 @contextlib.contextmanager
-def _opening(place: Path) -> Iterator[None]:
+def _report_unreadable(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -360,10 +360,10 @@ def _has_state(
         return inventory.file_digest(entry) == recorded.digest
     top, _, below = entry.path.partition("/")
     checksum = sums.get(top, {}).get(below)
-    return checksum is not None and _whole_digest(entry) == checksum
+    return checksum is not None and _digest_file(entry) == checksum
 
 
-def _whole_digest(entry: TreeEntry) -> str | None:
+def _digest_file(entry: TreeEntry) -> str | None:
     path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
         return digest.read_content(path, whole_below=2**63)[0].digest
@@ -371,7 +371,7 @@ def _whole_digest(entry: TreeEntry) -> str | None:
         return None
 
 
-def _lease_files(run: RunFolder, place: Path) -> Iterator[Doomed]:
+def _find_lease_files(run: RunFolder, place: Path) -> Iterator[Doomed]:
     """The leases of a run and the manifests beside them; lock and checksums go with the last."""
     own = outputs.leases_of(place, run.path)
     paths = []
@@ -383,10 +383,10 @@ def _lease_files(run: RunFolder, place: Path) -> Iterator[Doomed]:
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
-                yield _doom(str(path.relative_to(place)), status)
+                yield _make_doomed(str(path.relative_to(place)), status)
 
 
-def _paths_inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
+def _find_paths_inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
     """The paths of output folders inside a run folder, relative to that."""
     run_folder = canonical(place)
     paths = set[str]()
@@ -404,8 +404,8 @@ def _plan_records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
     doomed = []
     kept = {}
     place = canonical(folder.path)
-    budget = _budget()
-    with _opening(place), trees.open_tree(place) as root:
+    budget = _make_budget()
+    with _report_unreadable(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
         for entry in trees.walk(root, budget):
             if entry.closed:
@@ -414,7 +414,7 @@ def _plan_records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
                 continue
             is_file = stat.S_ISREG(entry.status.st_mode)
             if is_file and _is_own(entry) and _is_record(place, entry.path):
-                doomed.append(_doom(entry.path, entry.status))
+                doomed.append(_make_doomed(entry.path, entry.status))
             else:
                 kept[entry.path] = _NOT_WRITTEN
     # the manifest last: with it, a removal that is cut short can be repeated
@@ -441,15 +441,15 @@ def remove(removal: Removal) -> list[str]:
 
     Raises NotReady if a run began meanwhile, or something cannot be deleted.
     """
-    with _held(removal):
+    with _hold_locks(removal):
         lines = list[str]()
         for part in removal.parts:
-            lines += _delete(part)
+            lines += _delete_files(part)
         return lines
 
 
 @contextlib.contextmanager
-def _held(removal: Removal) -> Iterator[None]:
+def _hold_locks(removal: Removal) -> Iterator[None]:
     """Prevent starts meanwhile, by the locks that a start takes."""
     files = [run.lock for run in removal.runs]
     files += [part.root / lease.FOLDER / "lock" for part in removal.parts[:-1]]
@@ -468,7 +468,7 @@ def _held(removal: Removal) -> Iterator[None]:
         yield
 
 
-def _delete(part: Deletion) -> Iterator[str]:
+def _delete_files(part: Deletion) -> Iterator[str]:
     """Delete the files of one folder, then empty folders in it, then itself.
 
     Yields a line for each file that was kept after all.
@@ -479,7 +479,7 @@ def _delete(part: Deletion) -> Iterator[str]:
                 yield f"kept {part.root}: another folder took its place meanwhile"
                 return
             for file in part.doomed:
-                reason = _unlink(root, file)
+                reason = _unlink_unchanged(root, file)
                 if reason is not None:
                     yield f"kept {part.root / file.path}: {reason}"
             _remove_empty(root, part)
@@ -490,15 +490,15 @@ def _delete(part: Deletion) -> Iterator[str]:
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=parent)
     except OSError as error:
-        raise _not_removed(part.root, error) from None
+        raise _report_not_removed(part.root, error) from None
 
 
-def _not_removed(path: Path, error: OSError) -> NotReady:
+def _report_not_removed(path: Path, error: OSError) -> NotReady:
     message = f"it cannot be removed: {error.strerror}"
     return not_ready("not-removed", message, "delete it by hand", file=str(path))
 
 
-def _unlink(root: int, file: Doomed) -> str | None:
+def _unlink_unchanged(root: int, file: Doomed) -> str | None:
     """Delete a file that still has its state; else returns why it was kept."""
     *folders, name = file.path.split("/")
     with contextlib.ExitStack() as stack:
@@ -524,7 +524,7 @@ def _remove_empty(root: int, part: Deletion) -> None:
     for file in part.doomed:
         for above in Path(file.path).parents:
             emptied.add(str(above))
-    for entry in trees.walk(root, _budget()):
+    for entry in trees.walk(root, _make_budget()):
         if not entry.is_folder:
             continue
         if entry.path not in emptied and not _is_made_by_run(entry.path):

@@ -21,12 +21,12 @@ def take_samples(folder: RunFolder, attempt: Attempt) -> None:
     """Take the samples that a run asks for, and rewrite its page. Nothing is raised."""
 
     def say(text: str) -> None:
-        _say(folder, attempt.number, text)
+        _log_line(folder, attempt.number, text)
 
     try:
         if not samples.is_due(folder):
             return
-        with _interruptible(), contextlib.chdir(attempt.cwd):
+        with _handle_interrupts(), contextlib.chdir(attempt.cwd):
             samples.take(folder, attempt.command(os.environ).env, say)
         files.write_text(folder.report, page.render([series.load_run(folder.path)]))
     except Exception:
@@ -34,7 +34,7 @@ def take_samples(folder: RunFolder, attempt: Attempt) -> None:
         traceback.print_exc()
 
 
-def _say(folder: RunFolder, number: int, text: str) -> None:
+def _log_line(folder: RunFolder, number: int, text: str) -> None:
     """Tell whoever follows the run why it goes on."""
     print(f"launch: {text}", file=sys.stderr)
     with contextlib.suppress(OSError), folder.console(number).open("a") as log:
@@ -42,7 +42,7 @@ def _say(folder: RunFolder, number: int, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def _handle_interrupts() -> Iterator[None]:
     interrupt = signal.default_int_handler
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
     with process.signal_handlers(handlers), contextlib.suppress(KeyboardInterrupt):

@@ -52,7 +52,7 @@ class Standstill:
             return False
         self.looked = now
         any_stands_still = False
-        for rank, pid in _ranks_of(living()).items():
+        for rank, pid in _find_ranks(living()).items():
             if self._stands_still(rank, pid, now):
                 any_stands_still = True
         return any_stands_still and self.stops
@@ -73,14 +73,14 @@ class Standstill:
         if not sign.noted:
             sign.noted = True
             with contextlib.suppress(OSError):
-                self._record(record, rank, pid, waited_s)
+                self._record_standstill(record, rank, pid, waited_s)
                 sign.written = record.stat().st_mtime
         return True
 
-    def _record(self, record: Path, rank: int, pid: int, waited_s: float) -> None:
+    def _record_standstill(self, record: Path, rank: int, pid: int, waited_s: float) -> None:
         stacks = self.folder / f"rank-{rank}.stacks.txt"
-        step = _last_step(record)
-        state = _state_of(pid)
+        step = _read_last_step(record)
+        state = _read_state(pid)
         message = f"nothing moved for {waited_s:.0f} s after step {step}: "
         message += f"rank {rank} gives no sign of life, its process {pid} is {state}; "
         message += f"stacks in {stacks}"
@@ -88,7 +88,7 @@ class Standstill:
             heading = f"# step {step}: no sign of life for {waited_s:.0f} s, "
             heading += f"process {pid} is {state}\n"
             stream.write(heading)
-            stream.write(_stacks_of(pid))
+            stream.write(_read_stacks(pid))
         event = {
             "t": round(time.time(), 3),
             "event": "hang",
@@ -117,7 +117,7 @@ def standstill_of(env: Mapping[str, str]) -> Standstill | None:
     )
 
 
-def _last_step(record: Path) -> int:
+def _read_last_step(record: Path) -> int:
     step = 0
     for event in events.read_events(record):
         if event["event"] == "step":
@@ -125,7 +125,7 @@ def _last_step(record: Path) -> int:
     return step
 
 
-def _ranks_of(pids: Iterable[int]) -> dict[int, int]:
+def _find_ranks(pids: Iterable[int]) -> dict[int, int]:
     """Rank -> process of those that run the probe, without processes that a rank has started."""
     ranks: dict[int, int] = {}
     for pid in sorted(pids):
@@ -149,14 +149,14 @@ def _runs_probe(words: Sequence[str]) -> bool:
     return False
 
 
-def _state_of(pid: int) -> str:
+def _read_state(pid: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return _STATES.get(letter, f"in state {letter}")
     return "gone"
 
 
-def _stacks_of(pid: int) -> str:
+def _read_stacks(pid: int) -> str:
     """The Python stacks of a process if py-spy can read them, else its place in the kernel."""
     if isolation.find_program("py-spy", os.environ) is not None:
         with contextlib.suppress(OSError, tools.NoAnswer):

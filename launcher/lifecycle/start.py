@@ -46,18 +46,18 @@ def begin(
     first, before any GPU is taken; `say` gets a line about it.
     """
     with naming_variables(prepared.redactor):
-        return _begin(prepared, say, at_end)
+        return _begin_attempt(prepared, say, at_end)
 
 
-def _begin(
+def _begin_attempt(
     prepared: Prepared, say: tokenising.Say, at_end: Mapping[str, Any]
 ) -> tuple[RunFolder, Attempt]:
     machine = prepared.start.machine
     rendezvous.check_port(machine)
-    prepared = _with_tracker_variables(prepared)
-    with _reserved(prepared) as prepared:
+    prepared = _add_tracker_variables(prepared)
+    with _reserve_folder(prepared) as prepared:
         prepared = tokenising.before_training(prepared, say)
-        attempt = _attempt_of(prepared, **at_end)
+        attempt = _build_attempt(prepared, **at_end)
         if machine is not None:
             argv = rendezvous.fill_placeholders(attempt.argv, machine)
             attempt = replace(attempt, argv=argv, rank=machine.rank)
@@ -68,7 +68,7 @@ def _begin(
             _require_not_queued(folder)
             output = prepared.output
         with (
-            _removed_if_empty(folder),
+            _remove_empty_on_error(folder),
             runner.lock_run(folder, attempt.number, output) as (acquired, locks),
             _rollback_on_error(folder),
         ):
@@ -80,15 +80,15 @@ def _begin(
     return folder, attempt
 
 
-def _continued_trackers(prepared: Prepared) -> tuple[TrackerRun, ...]:
+def _find_continued_trackers(prepared: Prepared) -> tuple[TrackerRun, ...]:
     """The tracker runs that a resume continues; a run that begins anew reports to new ones."""
     if prepared.decision.kind != "resume":
         return ()
     return trackers.read_trackers(prepared.folder)
 
 
-def _with_tracker_variables(prepared: Prepared) -> Prepared:
-    variables = trackers.tracker_variables(_continued_trackers(prepared), os.environ)
+def _add_tracker_variables(prepared: Prepared) -> Prepared:
+    variables = trackers.tracker_variables(_find_continued_trackers(prepared), os.environ)
     if not variables:
         return prepared
     env = {**prepared.command.env, **variables}
@@ -96,7 +96,7 @@ def _with_tracker_variables(prepared: Prepared) -> Prepared:
 
 
 @contextlib.contextmanager
-def _reserved(prepared: Prepared) -> Iterator[Prepared]:
+def _reserve_folder(prepared: Prepared) -> Iterator[Prepared]:
     """Make the run folder of a new run; it is removed again if nothing begins.
 
     Yields the start in another folder if a simultaneous start took the planned one.
@@ -105,14 +105,14 @@ def _reserved(prepared: Prepared) -> Iterator[Prepared]:
         yield prepared
         return
     folder = rundir.reserve(prepared.folder)
-    with _removed_if_empty(folder):
+    with _remove_empty_on_error(folder):
         if folder != prepared.folder:
             prepared = prepared.in_folder(folder)
         yield prepared
 
 
 @contextlib.contextmanager
-def _removed_if_empty(folder: RunFolder) -> Iterator[None]:
+def _remove_empty_on_error(folder: RunFolder) -> Iterator[None]:
     """Remove a folder if the body fails and leaves it empty."""
     try:
         yield
@@ -135,13 +135,13 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
 
     Returns the folder and the job. Raises NotReady.
     """
-    prepared = _with_tracker_variables(prepared)
-    with _reserved(prepared) as prepared:
+    prepared = _add_tracker_variables(prepared)
+    with _reserve_folder(prepared) as prepared:
         prepared = tokenising.before_training(prepared)
         folder = prepared.folder
-        attempt = _attempt_of(prepared, **at_end)
+        attempt = _build_attempt(prepared, **at_end)
         with (
-            _removed_if_empty(folder),
+            _remove_empty_on_error(folder),
             runner.lock_run(folder, attempt.number, prepared.output),
             _rollback_on_error(folder),
         ):
@@ -161,11 +161,11 @@ def batch_script(prepared: Prepared) -> str:
         nodes=plan.nodes,
         gpus=plan.gpus,
         options=plan.stage.options.slurm,
-        warning_s=_warning_s(prepared),
+        warning_s=_compute_warning_s(prepared),
     )
 
 
-def _warning_s(prepared: Prepared) -> int:
+def _compute_warning_s(prepared: Prepared) -> int:
     """Seconds before the end of a job's time that its run is asked to save."""
     grace = os.environ.get(preemption.GRACE_VARIABLE)
     if grace:
@@ -230,8 +230,10 @@ def _write_records(prepared: Prepared, attempt: Attempt) -> None:
     for path, text in prepared.command.files.items():
         with rundir.writing(folder.path):
             files.write_text(Path(path), text)
-    continued: list[Json] = [run.as_json() for run in _continued_trackers(prepared)]
-    record = replace(record, **prepared.for_record(), launch_argv=_typed_argv(), trackers=continued)
+    continued: list[Json] = [run.as_json() for run in _find_continued_trackers(prepared)]
+    record = replace(
+        record, **prepared.for_record(), launch_argv=_read_typed_argv(), trackers=continued
+    )
     manifest.create(folder, record, prepared.redactor)
     restored = {}
     for change in prepared.decision.changes:
@@ -241,7 +243,7 @@ def _write_records(prepared: Prepared, attempt: Attempt) -> None:
         manifest.write_stage_file(prepared.plan, folder, restored)
 
 
-def _typed_argv() -> list[str] | None:
+def _read_typed_argv() -> list[str] | None:
     """The command line as it was typed; None if another program calls launch."""
     program = Path(sys.argv[0])
     if program.name != "launch" and program.parent.name != "launcher":
@@ -266,11 +268,11 @@ def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
         ignored = dict.fromkeys((signal.SIGINT, signal.SIGTERM), process.ignore_signal)
         with process.signal_handlers(ignored), contextlib.suppress(OSError):
             if folder.attempts() == attempts_before:
-                _restore(folder, names, contents)
+                _restore_files(folder, names, contents)
         raise
 
 
-def _restore(folder: RunFolder, names: set[str], contents: dict[Path, bytes]) -> None:
+def _restore_files(folder: RunFolder, names: set[str], contents: dict[Path, bytes]) -> None:
     # deleting first: on a full disk it makes room for the rest
     for path in folder.path.iterdir():
         if path.name not in names and not path.is_dir():
@@ -280,7 +282,7 @@ def _restore(folder: RunFolder, names: set[str], contents: dict[Path, bytes]) ->
         files.write_bytes(path, raw, mode=mode)
 
 
-def _attempt_of(prepared: Prepared, **at_end: Any) -> Attempt:
+def _build_attempt(prepared: Prepared, **at_end: Any) -> Attempt:
     plan = prepared.plan
     options = plan.stage.options
     output = None
@@ -343,7 +345,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
         lease.wait_for_expiry(prepared.output, folder.path)
     with runner.lock_run(folder, prepared.attempt, prepared.output):
         attempt = replace(
-            _attempt_of(prepared),
+            _build_attempt(prepared),
             on_finish=waiting.on_finish,
             on_finish_s=waiting.on_finish_s,
             allow_unproven=waiting.allow_unproven,
@@ -379,12 +381,12 @@ def execute(
         if attempt.output is not None and attempt.rank == 0:
             output = Path(attempt.output)
         with runner.lock_run(folder, attempt.number, output) as (acquired, locks):
-            chosen = _devices_of(attempt)
+            chosen = _choose_devices(attempt)
             _spawn_supervisor(folder, attempt, acquired, locks, chosen)
     return folder, attempt
 
 
-def _devices_of(attempt: Attempt) -> Devices:
+def _choose_devices(attempt: Attempt) -> Devices:
     """The GPUs that an attempt got when it was prepared. Raises NotReady if they are taken."""
     if not attempt.devices:
         return Devices()

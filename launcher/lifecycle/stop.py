@@ -84,7 +84,7 @@ def stop(
         return _cancel_job(folder, job)
     runner.require_known_state(folder)
     if not runner.is_alive(folder.path):
-        starting = _starting_attempt(folder)
+        starting = _find_starting_attempt(folder)
         if starting is None:
             return _stop_evaluation(folder)
         request = StopRequest(
@@ -100,11 +100,11 @@ def _stop_attempt(folder: RunFolder, request: StopRequest) -> ProcessExit | None
     earlier = runner.read_stop_request(folder)
     # a request to wait for a checkpoint does not replace one that waits for nothing
     if earlier is None or earlier.attempt != number or not request.after_checkpoint:
-        _ask(folder, request)
+        _request_stop(folder, request)
     _wait_if_remote(folder, request)
     until = math.inf
     if not request.is_patient:
-        until = time.monotonic() + _patience_s(folder)
+        until = time.monotonic() + _compute_patience_s(folder)
     while runner.has_live_supervisor(folder) or _is_starting(folder, number):
         # after the conclusion, a supervisor only waits for the `--on-finish` command
         if rundir.is_concluded(folder, number) or time.monotonic() > until:
@@ -129,24 +129,24 @@ def _stop_evaluation(run: RunFolder) -> ProcessExit | None:
         state = overview.read_state(run)
         raise usage("not-running", f"{run.path.name} is not running: {state}", "launch runs")
     number = max(1, folder.attempts())
-    _ask(folder, StopRequest(attempt=number))
-    until = time.monotonic() + _patience_s(run)
+    _request_stop(folder, StopRequest(attempt=number))
+    until = time.monotonic() + _compute_patience_s(run)
     while runner.is_alive(folder.path) and time.monotonic() < until:
         waiting = runner.read_processes(folder).supervisor
         if waiting is None or not waiting.is_alive():
             break
         time.sleep(POLL_S)
     if runner.is_alive(folder.path):
-        runner.end_orphans(folder, _grace_of(run), number)
+        runner.end_orphans(folder, _read_grace(run), number)
     return runner.read_exit(folder, number)
 
 
-def _patience_s(folder: RunFolder) -> float:
+def _compute_patience_s(folder: RunFolder) -> float:
     """Seconds that a supervisor may take; after that it is taken to hang."""
-    return sum(_grace_of(folder)) + 2 * runner.KILLED_S
+    return sum(_read_grace(folder)) + 2 * runner.KILLED_S
 
 
-def _grace_of(folder: RunFolder) -> runner.Grace:
+def _read_grace(folder: RunFolder) -> runner.Grace:
     environ = Record(rundir.read_json(folder.start)).part("environ")
     try:
         return runner.parse_stop_grace(environ.text(runner.GRACE_VARIABLE))
@@ -169,7 +169,7 @@ def _stop_job_after_save(folder: RunFolder, job: str, request: StopRequest) -> P
     if request.checkpoint:
         _require_can_save(folder)
     for node in folder.nodes():
-        _ask(node, request)
+        _request_stop(node, request)
     return _wait_for_job(folder, job)
 
 
@@ -187,7 +187,7 @@ def _wait_for_job(folder: RunFolder, job: str) -> ProcessExit | None:
     return runner.read_exit(folder, number)
 
 
-def _ask(folder: RunFolder, request: StopRequest) -> None:
+def _request_stop(folder: RunFolder, request: StopRequest) -> None:
     try:
         request.write(folder)
     except OSError as error:
@@ -202,7 +202,7 @@ def _ask(folder: RunFolder, request: StopRequest) -> None:
             raise rundir.not_writable(folder.path, error.strerror) from None
 
 
-def _starting_attempt(folder: RunFolder) -> int | None:
+def _find_starting_attempt(folder: RunFolder) -> int | None:
     """The number of the attempt that is about to begin; None if there is none."""
     while lease.is_locked(folder.lock):
         if runner.is_alive(folder.path):
@@ -235,7 +235,7 @@ def _end_orphan(folder: RunFolder, request: StopRequest) -> None:
     due = supervisor.Due(attempt)
     while not due.now(request) and runner.is_alive(folder.path):
         time.sleep(POLL_S)
-    runner.end_orphans(folder, _grace_of(folder), number)
+    runner.end_orphans(folder, _read_grace(folder), number)
     _require_ended(folder)
     # last: as long as it lives, it adopts orphans
     runner.kill_supervisor(folder)

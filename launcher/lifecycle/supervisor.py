@@ -72,7 +72,7 @@ def spawn(
                 stderr=log,
                 start_new_session=True,
                 pass_fds=(writing, *locks),
-                env=_environment(digest),
+                env=_build_environment(digest),
             )
             _CHILDREN.append(child)
     except BaseException:
@@ -87,10 +87,10 @@ def spawn(
     if answer == _STARTED:
         return process.identify(child.pid)
     child.wait()
-    raise _failure_of(folder, answer)
+    raise _explain_failure(folder, answer)
 
 
-def _environment(digest: str | None) -> dict[str, str]:
+def _build_environment(digest: str | None) -> dict[str, str]:
     environ = isolation.isolated(os.environ)
     # this package may run from a folder that nothing else names
     search_path = str(PROJECT)
@@ -99,7 +99,7 @@ def _environment(digest: str | None) -> dict[str, str]:
     return {**environ, "PYTHONPATH": search_path, on_finish.START_DIGEST: digest or ""}
 
 
-def _failure_of(folder: RunFolder, answer: bytes) -> NotReady:
+def _explain_failure(folder: RunFolder, answer: bytes) -> NotReady:
     """Why a supervisor ended before training began: its findings, else the end of its log."""
     with contextlib.suppress(ValueError, TypeError):
         return NotReady([Finding(**fields) for fields in json.loads(answer)])
@@ -175,12 +175,12 @@ def main(words: Sequence[str]) -> int:
     process.adopt_orphans()
     for descriptor in (starter.descriptor, *locks):
         os.set_inheritable(descriptor, False)
-    overtaken = partial(_overtaken, folder.console(number))
+    overtaken = partial(_interrupt_overtaken, folder.console(number))
     try:
         attempt = _read_attempt(folder, digest)
         extensions.load()
         with lease.heartbeat(acquired, overtaken) as record_end:
-            ended = _train(folder, attempt, number, starter, locks, acquired)
+            ended = _run_training(folder, attempt, number, starter, locks, acquired)
             # recorded while nobody else may begin there
             inventory.record_written(folder, number)
             record_end(overview.read_end_state(folder), ended.returncode)
@@ -212,7 +212,7 @@ def _read_attempt(folder: RunFolder, digest: str) -> Attempt:
     return attempt
 
 
-def _train(
+def _run_training(
     folder: RunFolder,
     attempt: Attempt,
     number: int,
@@ -226,7 +226,7 @@ def _train(
         output = Path(attempt.output)
     command = attempt.command(os.environ)
     save = preemption.save_request(command.env, number)
-    stands_still = _hang_detector(command)
+    stands_still = _make_hang_detector(command)
     if acquired is not None:
         env = {**command.env, attempts.LEASE: str(acquired.path)}
         command = replace(command, env=env)
@@ -254,14 +254,14 @@ def _train(
     return ended
 
 
-def _hang_detector(command: Command) -> Callable[[runner.Living], bool]:
+def _make_hang_detector(command: Command) -> Callable[[runner.Living], bool]:
     detector = standstill.standstill_of(command.env)
     if detector is None:
         return lambda _: False
     return detector.look
 
 
-def _overtaken(console: Path, successor: Lease) -> None:
+def _interrupt_overtaken(console: Path, successor: Lease) -> None:
     message = "launch: stopped: the output folder was taken over by the run "
     message += f"{successor.run} ({successor.description}), fencing number {successor.fence}"
     print(message, file=sys.stderr, flush=True)

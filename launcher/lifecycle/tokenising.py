@@ -122,21 +122,25 @@ class Filling:
         """Fill what is not there; returns the data and what the run would miss."""
         if self.plan.stage.backend.DATA_CACHE != "own":
             return Tokenised(state="left"), ()
-        missed = tuple(self._impossible())
+        missed = tuple(self._check_possible())
         if missed:
             return Tokenised(state="missed"), missed
         cache = next(entry for entry in self.caches if entry.kind == "dataset")
-        entry = self._entry(cache)
+        entry = self._find_entry(cache)
         if entry is not None:
-            return self._of(entry, "there", 0.0), ()
+            return self._describe_entry(entry, "there", 0.0), ()
         lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
         with locks.exclusive(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
-            entry = self._entry(cache)
-            return self._fill(cache) if entry is None else (self._of(entry, "there", 0.0), ())
+            entry = self._find_entry(cache)
+            return (
+                self._tokenise(cache)
+                if entry is None
+                else (self._describe_entry(entry, "there", 0.0), ())
+            )
 
-    def _entry(self, cache: Cache) -> Path | None:
+    def _find_entry(self, cache: Cache) -> Path | None:
         """The set that the run would find; None if there is none, or if a part of it is missing."""
         entry = entries.hit(cache.path, self.plan)
         phase = self.plan.stage.entry.tokenising
@@ -145,9 +149,11 @@ class Filling:
         place = phase.place(entry, self.plan.values)
         return entry if phase.is_complete(place) else None
 
-    def _impossible(self) -> Iterator[Finding]:
+    def _check_possible(self) -> Iterator[Finding]:
         values = self.plan.values
-        prefix = "dataset_" if "dataset_skip_cache" in values else ""
+        prefix = ""
+        if "dataset_skip_cache" in values:
+            prefix = "dataset_"
         ways = {
             "skip_cache": f"the run tokenises all over, and looks for no set ({rendered(_LOOKS)})",
             "cache_mode": "the run looks for its set on the hub, not here",
@@ -155,24 +161,27 @@ class Filling:
         }
         for key, why in ways.items():
             name = f"{prefix}{key}"
-            if (value := values.get(name)) not in (None, False, "local"):
-                yield self._missed(name, f"`{name}: {spelt(value)}`: {why}", f"leave {name} out")
+            value = values.get(name)
+            if value in (None, False, "local"):
+                continue
+            message = f"`{name}: {spelt(value)}`: {why}"
+            yield self._report_miss(name, message, f"leave {name} out")
 
-    def _missed(self, key: str | None, message: str, help: str) -> Finding:
+    def _report_miss(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
         place = self.plan.stage.config.origin(f"args.{key}").place
         return launch_finding(
             "error", "would-miss", message, help, key=key and f"args.{key}", **place
         )
 
-    def _of(self, entry: Path, state: str, seconds: float) -> Tokenised:
+    def _describe_entry(self, entry: Path, state: str, seconds: float) -> Tokenised:
         row_lengths: Lengths | None = None
         # no pyarrow in launch's own Python, or other columns: nothing hangs on it
         with contextlib.suppress(LaunchError):
             row_lengths = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
         return Tokenised(state=state, place=entry, seconds=seconds, lengths=row_lengths)
 
-    def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
+    def _tokenise(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
         redactor = self.plan.redactor
         name = redactor.redact(self.plan.stage.name)
@@ -180,44 +189,49 @@ class Filling:
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with folders.lock((cache,), folder, 1, redactor=redactor) as locks:
-            made = self._command(cache, folder)
+            made = self._build_command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
             raise Interrupted(())
         if ended.returncode:
-            raise self._failure(folder, _reason(folder))
+            raise self._report_failure(folder, _find_reason(folder))
         spoiled = folders.discard_spoiled(cache) is not None
-        entry = self._entry(cache)
+        entry = self._find_entry(cache)
         if entry is not None and not spoiled:
-            return self._of(entry, "filled", time.monotonic() - began), ()
+            return self._describe_entry(entry, "filled", time.monotonic() - began), ()
         why = "the data, the tokenizer or the model were written to while they were read"
         if not spoiled:
             sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
             if not sets:
-                raise self._failure(folder, "upstream saved no set of tokenised data")
+                raise self._report_failure(folder, "upstream saved no set of tokenised data")
             why = f"the run would not find what was tokenised into {cache.path}: "
             why += "upstream made it with other values"
-        return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
+        return Tokenised(state="missed"), (self._report_miss(None, why, "run this again"),)
 
-    def _command(self, cache: Cache, folder: RunFolder) -> Command:
+    def _build_command(self, cache: Cache, folder: RunFolder) -> Command:
         """Upstream's script in one process on the CPU, as far as its data are ready."""
-        made = replace(plans.completed(self.plan, keys.derived((cache,))), gpus=0, nodes=1)
-        stage, arguments = made.stage, dict(made.arguments())
+        caches = (cache,)
+        completed = plans.completed(self.plan, keys.derived(caches))
+        plan = replace(completed, gpus=0, nodes=1)
+        stage = plan.stage
+        arguments = dict(plan.arguments())
         for name, value in _REPLACED.items():
             arguments.pop(name, None)
             if value is not None and name in stage.schema.fields:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
-        built = command.build(
-            made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,))
-        )
+        cache_env = keys.environment(caches)
+        built = command.build(plan, self.trainer, folder.path, environ=os.environ, caches=cache_env)
         assert stage.upstream.root is not None
-        words = [word for name, values in arguments.items() for word in (f"--{name}", *values)]
-        env = {name: value for name, value in built.env.items() if name != PROBE_SETTINGS}
-        argv = (str(self.trainer.python), str(stage.upstream.root / stage.entry.script), *words)
-        return Command(argv=argv, env=env, cwd=built.cwd)
+        script = stage.upstream.root / stage.entry.script
+        argv = [str(self.trainer.python), str(script)]
+        for name, values in arguments.items():
+            argv += [f"--{name}", *values]
+        env = dict(built.env)
+        env.pop(PROBE_SETTINGS, None)
+        return Command(argv=tuple(argv), env=env, cwd=built.cwd)
 
-    def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
+    def _report_failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
         message = (
             f"upstream's script failed before the data were ready: {self.plan.redactor.redact(why)}"
         )
@@ -227,13 +241,17 @@ class Filling:
         return TokenisingFailed(replace(failed, layer="run"))
 
 
-def _reason(folder: RunFolder) -> str:
+def _find_reason(folder: RunFolder) -> str:
     run = evidence.read_run(folder.path, attempt=1)
     if run.log is None:
         return "no reason"
     end = find_ending(run)
     error = end.error or {}
-    why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+    parts = []
+    for key in ("type", "message"):
+        if error.get(key):
+            parts.append(str(error[key]))
+    why = ": ".join(parts)
     if not why and run.exit is not None and run.exit.signal:
         why = f"killed by {signal.Signals(run.exit.signal).name}"
     return why or end.reason or "no reason"
@@ -260,19 +278,19 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     answer = {"state": "hit" if hit else "miss", "path": str(tokenised.place)}
     env = {**prepared.command.env, TOKENISED: json.dumps(answer)}
     prepared = replace(prepared, command=replace(prepared.command, env=env))
-    return _counted(prepared, tokenised, say)
+    return _count_steps(prepared, tokenised, say)
 
 
-def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
+def _count_steps(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
     """The start with the steps that the tokenised data make. Raises NotReady."""
     plan = prepared.plan
     phase = plan.stage.entry.tokenising
     limit = plan.values.get(plan.stage.entry.names.max_length)
     if phase is None or tokenised.place is None or not isinstance(limit, int):
         return prepared
-    name = plan.values.get("tokenizer_name_or_path") or plan.values.get(
-        plan.stage.entry.names.model
-    )
+    name = plan.values.get("tokenizer_name_or_path")
+    if not name:
+        name = plan.values.get(plan.stage.entry.names.model)
     place = phase.place(tokenised.place, plan.values)
     rows: PackedRows | None = None
     # a file that cannot be read costs the count; the training says what is wrong

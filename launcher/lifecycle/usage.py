@@ -37,28 +37,28 @@ class _Looks:
                 by_index.setdefault(gpu.index, []).append(gpu)
         samples = []
         for index in sorted(by_index):
-            samples.append(_mean_of(index, by_index[index]))
+            samples.append(_average_gpu(index, by_index[index]))
         return UsageSample(
             t=round(at, 1),
             attempt=attempt,
-            cpu=_mean(host.cpu for host in self.hosts),
-            memory_gib=_mean(host.memory_gib for host in self.hosts),
-            memory_total_gib=_mean(host.memory_total_gib for host in self.hosts),
+            cpu=_average(host.cpu for host in self.hosts),
+            memory_gib=_average(host.memory_gib for host in self.hosts),
+            memory_total_gib=_average(host.memory_total_gib for host in self.hosts),
             gpus=tuple(samples),
         )
 
 
-def _mean_of(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
+def _average_gpu(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
     return GpuSample(
         index=index,
-        busy=_mean(look.busy for look in looks),
-        memory_gib=_mean(look.memory_gib for look in looks),
-        power_w=_mean(look.power_w for look in looks),
-        celsius=_mean(look.celsius for look in looks),
+        busy=_average(look.busy for look in looks),
+        memory_gib=_average(look.memory_gib for look in looks),
+        power_w=_average(look.power_w for look in looks),
+        celsius=_average(look.celsius for look in looks),
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _average(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -84,9 +84,9 @@ class UsageThread:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):
-            self._sample()
+            self._sample_until_over()
 
-    def _sample(self) -> None:
+    def _sample_until_over(self) -> None:
         environ = {**self.attempt.environ, **self.attempt.env}
         host = HostMeter()
         gpus = GpuMeter(usage.visible_gpu_ids(self.attempt.devices, environ))
@@ -99,14 +99,14 @@ class UsageThread:
             looks.gpus.append(gpus.look())
             now = time.monotonic()
             if now - last >= (now - began) / LINES:
-                self._write(looks)
+                self._write_sample(looks)
                 looks = _Looks()
                 last = now
         if looks.hosts:
-            self._write(looks)
+            self._write_sample(looks)
         gpus.close()
 
-    def _write(self, looks: _Looks) -> None:
+    def _write_sample(self, looks: _Looks) -> None:
         sample = looks.sample(time.time(), self.attempt.number)
         line = rundir.json_line(sample.as_json())
         # a full disk, or a folder that is gone: the next line may find room

@@ -68,7 +68,7 @@ def read_record(
         raise Misfit("a mapping")
     values: dict[str, Any] = {}
     record_type: Any = kind
-    for field in _fields_of(record_type):
+    for field in _build_field_codecs(record_type):
         if field.key not in data:
             if field.required:
                 raise Misfit(f"a mapping with `{field.key}`")
@@ -128,7 +128,7 @@ class _FieldCodec:
 
 
 @lru_cache(maxsize=256)
-def _fields_of(kind: Any) -> tuple[_FieldCodec, ...]:
+def _build_field_codecs(kind: Any) -> tuple[_FieldCodec, ...]:
     hints = typing.get_type_hints(kind, include_extras=True)
     codecs = []
     for field in fields(kind):
@@ -150,39 +150,39 @@ def reader_of(kind: Any) -> Reader:
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Annotated:
-        return _bounded(arguments[0], arguments[1])
+        return _make_bounded_reader(arguments[0], arguments[1])
     if origin in (Union, types.UnionType):
-        return _any_of(arguments)
+        return _make_union_reader(arguments)
     if origin is Literal:
-        return _literal_of(arguments)
+        return _make_literal_reader(arguments)
     if origin is tuple or (isinstance(origin, type) and issubclass(origin, Sequence)):
-        return _list_of(origin, arguments[0])
+        return _make_list_reader(origin, arguments[0])
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping_of(arguments[1])
+        return _make_mapping_reader(arguments[1])
     if isinstance(kind, type) and issubclass(kind, tuple):
-        return _list_of(tuple, Any)
+        return _make_list_reader(tuple, Any)
     if is_dataclass(kind):
-        return partial(_record, kind)
+        return partial(_read_nested_record, kind)
     raise TypeError(f"no record holds {kind}")
 
 
-def _record(kind: Any, value: Any, where: str, left_out: list[Omission] | None) -> Any:
+def _read_nested_record(kind: Any, value: Any, where: str, left_out: list[Omission] | None) -> Any:
     return read_record(kind, value, left_out, where)
 
 
-def _text(value: Any, _where: str, _left_out: object) -> str:
+def _read_text(value: Any, _where: str, _left_out: object) -> str:
     if isinstance(value, str):
         return value
     raise Misfit("a text")
 
 
-def _flag(value: Any, _where: str, _left_out: object) -> bool:
+def _read_flag(value: Any, _where: str, _left_out: object) -> bool:
     if isinstance(value, bool):
         return value
     raise Misfit("true or false")
 
 
-def _whole(value: Any, _where: str, _left_out: object) -> int:
+def _read_whole(value: Any, _where: str, _left_out: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST:
@@ -190,13 +190,13 @@ def _whole(value: Any, _where: str, _left_out: object) -> int:
     raise Misfit("a whole number")
 
 
-def _number(value: Any, _where: str, _left_out: object) -> float:
+def _read_number(value: Any, _where: str, _left_out: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     raise Misfit("a number")
 
 
-def _path(value: Any, _where: str, _left_out: object) -> Path:
+def _read_path(value: Any, _where: str, _left_out: object) -> Path:
     # the kernel takes no longer ones, and pathlib raises for them where nobody expects it
     if isinstance(value, str) and 0 < len(value) < _MAX_PATH_BYTES:
         raw = os.fsencode(value)
@@ -206,29 +206,29 @@ def _path(value: Any, _where: str, _left_out: object) -> Path:
     raise Misfit("a path")
 
 
-def _nothing(value: Any, _where: str, _left_out: object) -> None:
+def _read_null(value: Any, _where: str, _left_out: object) -> None:
     if value is not None:
         raise Misfit("null")
 
 
-def _anything(value: Any, _where: str, _left_out: object) -> Any:
+def _read_anything(value: Any, _where: str, _left_out: object) -> Any:
     return value
 
 
 _SIMPLE: dict[Any, Reader] = {
-    str: _text,
-    bool: _flag,
-    int: _whole,
-    float: _number,
-    Path: _path,
-    types.NoneType: _nothing,
-    None: _nothing,
-    Any: _anything,
-    object: _anything,
+    str: _read_text,
+    bool: _read_flag,
+    int: _read_whole,
+    float: _read_number,
+    Path: _read_path,
+    types.NoneType: _read_null,
+    None: _read_null,
+    Any: _read_anything,
+    object: _read_anything,
 }
 
 
-def _bounded(kind: Any, bounds: Between) -> Reader:
+def _make_bounded_reader(kind: Any, bounds: Between) -> Reader:
     inner = reader_of(kind)
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
@@ -242,7 +242,7 @@ def _bounded(kind: Any, bounds: Between) -> Reader:
     return convert
 
 
-def _any_of(kinds: Sequence[Any]) -> Reader:
+def _make_union_reader(kinds: Sequence[Any]) -> Reader:
     readers = [reader_of(kind) for kind in kinds]
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
@@ -257,7 +257,7 @@ def _any_of(kinds: Sequence[Any]) -> Reader:
     return convert
 
 
-def _literal_of(words: Sequence[Any]) -> Reader:
+def _make_literal_reader(words: Sequence[Any]) -> Reader:
     def convert(value: Any, _where: str, _left_out: object) -> Any:
         for word in words:
             if type(value) is type(word) and value == word:
@@ -267,7 +267,7 @@ def _literal_of(words: Sequence[Any]) -> Reader:
     return convert
 
 
-def _list_of(origin: Any, kind: Any) -> Reader:
+def _make_list_reader(origin: Any, kind: Any) -> Reader:
     inner = reader_of(kind)
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
@@ -287,7 +287,7 @@ def _list_of(origin: Any, kind: Any) -> Reader:
     return convert
 
 
-def _mapping_of(kind: Any) -> Reader:
+def _make_mapping_reader(kind: Any) -> Reader:
     inner = reader_of(kind)
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:

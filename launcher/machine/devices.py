@@ -142,7 +142,7 @@ def visible_slots(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[S
         return tuple(Slot(str(gpu.index), gpu) for gpu in present)
     slots: dict[str, Slot] = {}
     for word in listed.split(","):
-        slot = _slot_of(word.strip(), present)
+        slot = _find_visible_slot(word.strip(), present)
         if slot is None:
             break
         if slot.id in slots:
@@ -151,7 +151,7 @@ def visible_slots(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[S
     return tuple(slots.values())
 
 
-def _slot_of(entry: str, present: Sequence[Gpu]) -> Slot | None:
+def _find_visible_slot(entry: str, present: Sequence[Gpu]) -> Slot | None:
     """The GPU that an entry of CUDA_VISIBLE_DEVICES names; None if it names none, or several."""
     number = re.match(r"\d+", entry)
     if number is not None:
@@ -172,7 +172,7 @@ def _find_use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
     use = _find_lock_holder(slot)
     if use is not None:
         return use
-    processes = [_describe(process) for process in computing if process.uuid == slot.id]
+    processes = [_describe_process(process) for process in computing if process.uuid == slot.id]
     if processes:
         return Use(", ".join(processes[:_MAX_SHOWN]))
     used_mib = slot.gpu.used_mib
@@ -196,7 +196,7 @@ def _find_lock_holder(slot: Slot) -> Use | None:
     return Use("another start of launch", locked=True)
 
 
-def _describe(process: GpuProcess) -> str:
+def _describe_process(process: GpuProcess) -> str:
     details = []
     if process.name and not process.name.startswith("["):
         details.append(Path(process.name).name)
@@ -240,7 +240,7 @@ def choose_devices(count: int | None, names: Sequence[str] | None, look: Look) -
         return Devices(why="on the CPU")
     free = look.free()
     if len(free) < count:
-        return Devices(findings=(_too_few(count, look, free),))
+        return Devices(findings=(_report_too_few(count, look, free),))
     visible = len(look.visible)
     why = f"the first free of {visible}"
     if count == visible:
@@ -254,14 +254,14 @@ def _choose_named(names: Sequence[str], look: Look) -> Devices:
     for name in names:
         slot = _find_slot(name, look)
         if slot is None:
-            findings.append(_no_such_gpu(name, look))
+            findings.append(_report_missing_gpu(name, look))
             continue
         slots.append(slot)
         use = look.uses.get(slot.id)
         if use is None:
             continue
         if use.locked:
-            findings.append(_taken_by(slot, use))
+            findings.append(_report_taken(slot, use))
         else:
             message = f"GPU {slot.gpu.index} is named, and used by {use.text}: "
             message += "both may run out of memory"
@@ -284,7 +284,7 @@ def _find_slot(name: str, look: Look) -> Slot | None:
     return None
 
 
-def _no_such_gpu(name: str, look: Look) -> Finding:
+def _report_missing_gpu(name: str, look: Look) -> Finding:
     visible = ", ".join(slot.name for slot in look.visible) or "none"
     reason = "there is no such GPU here"
     for gpu in look.present:
@@ -294,7 +294,7 @@ def _no_such_gpu(name: str, look: Look) -> Finding:
     return launch_finding("error", "no-such-gpu", message, f"to be seen: {visible}")
 
 
-def _too_few(count: int, look: Look, free: Sequence[Slot]) -> Finding:
+def _report_too_few(count: int, look: Look, free: Sequence[Slot]) -> Finding:
     visible = len(look.visible)
     if look.silent:
         message = f"{look.fault}: the GPUs are not known"
@@ -325,7 +325,7 @@ def _too_few(count: int, look: Look, free: Sequence[Slot]) -> Finding:
     return launch_finding("error", "gpus-taken", message, ", or ".join(ways))
 
 
-def _taken_by(slot: Slot, use: Use) -> Finding:
+def _report_taken(slot: Slot, use: Use) -> Finding:
     message = f"GPU {slot.gpu.index} is taken by {use.text}"
     help = "another one, or wait until it is over"
     if use.run:
@@ -344,14 +344,14 @@ def lock_slots(
     locks: list[int] = []
     try:
         # every start locks in the same order: of two that want the same GPUs one gets them
-        for slot in sorted(devices.slots, key=_slot_id):
+        for slot in sorted(devices.slots, key=_get_slot_id):
             lock = _open_lock(slot.id)
             if lock is None:
                 continue
             locks.append(lock)
-            if not _acquire(lock, run, patience_s):
+            if not _try_lock_gpu(lock, run, patience_s):
                 use = _find_use(slot, ()) or Use("another start of launch")
-                raise NotReady(_taken_by(slot, use))
+                raise NotReady(_report_taken(slot, use))
             with contextlib.suppress(OSError):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, json.dumps({"run": str(run)}).encode(), 0)
@@ -361,11 +361,11 @@ def lock_slots(
             os.close(lock)
 
 
-def _slot_id(slot: Slot) -> str:
+def _get_slot_id(slot: Slot) -> str:
     return slot.id
 
 
-def _acquire(lock: int, run: Path, patience_s: float) -> bool:
+def _try_lock_gpu(lock: int, run: Path, patience_s: float) -> bool:
     """Whether a GPU could be locked, or its file system has no locks: then the driver has to do.
 
     Its holder may be an earlier attempt of this run, which is about to release it.

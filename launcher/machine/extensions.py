@@ -20,10 +20,10 @@ def load() -> None:
         try:
             import_module(name)
         except Exception as error:
-            raise _refusal(name, error) from error
+            raise _explain_refusal(name, error) from error
 
 
-def _refusal(name: str, error: Exception) -> NotReady:
+def _explain_refusal(name: str, error: Exception) -> NotReady:
     from launcher.machine import importing
 
     failure = importing.describe_failure(error)

@@ -28,7 +28,7 @@ class Repository:
     root: Path
 
     def ask(self, *arguments: str) -> str | None:
-        raw = self._run(arguments, b"", _SLOW_S)
+        raw = self._run_git(arguments, b"", _SLOW_S)
         if raw is None:
             return None
         return raw.decode("utf-8", "replace").rstrip("\n")
@@ -58,7 +58,7 @@ class Repository:
         """
         names = list(names)
         request = "".join(f"{name}\n" for name in names)
-        raw = self._run(("cat-file", "--batch", "--buffer"), request.encode(), _BULK_S) or b""
+        raw = self._run_git(("cat-file", "--batch", "--buffer"), request.encode(), _BULK_S) or b""
         position = 0
         for _ in names:
             # `NAME TYPE SIZE`, then the content; or `NAME missing`
@@ -75,7 +75,7 @@ class Repository:
                 yield None
             position = end + 1
 
-    def _run(self, arguments: tuple[str, ...], input: bytes, slow_s: float) -> bytes | None:
+    def _run_git(self, arguments: tuple[str, ...], input: bytes, slow_s: float) -> bytes | None:
         """What git answers, within `slow_s` seconds once it is known to run at all."""
         verb, *words = arguments
         if verb in _SHOWING:
@@ -88,13 +88,15 @@ class Repository:
         command = [*_COMMAND, *options, "-C", str(self.root), verb, *words]
         with contextlib.suppress(OSError, ValueError):
             _require_answer()
-            answer = tools.run_tool(command, environ=_environment(), input=input, seconds=slow_s)
+            answer = tools.run_tool(
+                command, environ=_build_environment(), input=input, seconds=slow_s
+            )
             if answer.returncode == 0:
                 return answer.out
         return None
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     environ = {}
     for name, value in isolation.isolated(os.environ).items():
         # inside a git hook these name another repository
@@ -111,7 +113,7 @@ def _environment() -> dict[str, str]:
 @lru_cache(maxsize=1)
 def _require_answer() -> None:
     """Raise NoAnswer or OSError if git does not run here; only success is cached."""
-    answer = tools.run_tool(["git", "--version"], environ=_environment())
+    answer = tools.run_tool(["git", "--version"], environ=_build_environment())
     if answer.returncode != 0:
         raise OSError(f"git ended with {answer.returncode}")
 

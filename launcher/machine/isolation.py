@@ -24,7 +24,7 @@ def changes(environ: Mapping[str, str]) -> dict[str, str]:
     changed = {SAFE_PATH: "1"}
     for name in _SEARCH_PATHS:
         value = environ.get(name, "")
-        clean = _clean(name, value)
+        clean = _clean_search_path(name, value)
         if clean != value:
             changed[name] = clean
     return changed
@@ -39,10 +39,10 @@ def find_program(name: str, environ: Mapping[str, str] | None = None) -> str | N
     if environ is None:
         environ = os.environ
     path = environ.get("PATH", os.defpath)
-    return shutil.which(name, path=_clean("PATH", path))
+    return shutil.which(name, path=_clean_search_path("PATH", path))
 
 
-def _clean(name: str, value: str) -> str:
+def _clean_search_path(name: str, value: str) -> str:
     """A search path without empty entries; PATH also without relative ones."""
     entries = []
     for entry in value.split(os.pathsep):

@@ -70,19 +70,19 @@ class Identity:
 
     def is_local(self) -> bool:
         """Whether it was started on this machine since it booted, and in this PID namespace."""
-        if self.namespace not in (None, _namespace()):
+        if self.namespace not in (None, _read_namespace()):
             return False
         return self._is_of_this_boot()
 
     def is_remote(self) -> bool:
         """Whether it may live out of sight: on another host, or in another container."""
-        if self.host == _host() and not self._is_of_this_boot():
+        if self.host == _read_host() and not self._is_of_this_boot():
             # the machine has rebooted since
             return False
         return not self.is_local()
 
     def _is_of_this_boot(self) -> bool:
-        return self.host == _host() and self.boot == _boot()
+        return self.host == _read_host() and self.boot == _read_boot()
 
     @property
     def place(self) -> str:
@@ -97,7 +97,9 @@ def identify(pid: int) -> Identity:
     began = None
     if row is not None:
         began = row.began
-    return Identity(pid=pid, host=_host(), boot=_boot(), began=began, namespace=_namespace())
+    return Identity(
+        pid=pid, host=_read_host(), boot=_read_boot(), began=began, namespace=_read_namespace()
+    )
 
 
 def parse_identity(content: object) -> Identity | None:
@@ -120,17 +122,17 @@ def hold_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _host() -> str:
+def _read_host() -> str:
     return os.uname().nodename
 
 
-def _boot() -> str | None:
+def _read_boot() -> str | None:
     with contextlib.suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
-def _namespace() -> int | None:
+def _read_namespace() -> int | None:
     with contextlib.suppress(OSError):
         return (PROC / "self/ns/pid").stat().st_ino
     return None
@@ -196,8 +198,8 @@ class ProcessTree:
     def living(self) -> frozenset[int]:
         """Those that live now; never this process or one above it."""
         table = _read_table()
-        leader = _pid_in(table, self.leader)
-        supervisor = _pid_in(table, self.supervisor)
+        leader = _find_pid(table, self.leader)
+        supervisor = _find_pid(table, self.supervisor)
         members = set[int]()
         for row in table.values():
             was_seen = self.seen.get(row.pid) == row.began
@@ -205,8 +207,8 @@ class ProcessTree:
             adopted = supervisor is not None and row.parent == supervisor
             if was_seen or of_leader or adopted or run_mark(row.pid) == self.mark:
                 members.add(row.pid)
-        members |= _descendants_in(table, members)
-        members -= set(_ancestors_in(table, os.getpid()))
+        members |= _find_descendants(table, members)
+        members -= set(_find_ancestors(table, os.getpid()))
         members.discard(supervisor or 0)
         self.seen = {}
         for pid in members:
@@ -216,7 +218,7 @@ class ProcessTree:
         return frozenset(self.seen)
 
 
-def _pid_in(table: Mapping[int, _ProcessRow], identity: Identity | None) -> int | None:
+def _find_pid(table: Mapping[int, _ProcessRow], identity: Identity | None) -> int | None:
     """The number of a process if it is in the table, and not another with its number."""
     if identity is None:
         return None
@@ -226,7 +228,7 @@ def _pid_in(table: Mapping[int, _ProcessRow], identity: Identity | None) -> int 
     return row.pid
 
 
-def _descendants_in(table: Mapping[int, _ProcessRow], pids: Iterable[int]) -> set[int]:
+def _find_descendants(table: Mapping[int, _ProcessRow], pids: Iterable[int]) -> set[int]:
     descendants = set[int]()
     generation = set(pids)
     while generation:
@@ -236,7 +238,7 @@ def _descendants_in(table: Mapping[int, _ProcessRow], pids: Iterable[int]) -> se
     return descendants
 
 
-def _ancestors_in(table: Mapping[int, _ProcessRow], pid: int) -> Iterator[int]:
+def _find_ancestors(table: Mapping[int, _ProcessRow], pid: int) -> Iterator[int]:
     """A process and those above it."""
     while pid in table:
         yield pid
@@ -246,7 +248,7 @@ def _ancestors_in(table: Mapping[int, _ProcessRow], pid: int) -> Iterator[int]:
 def descendants(pid: int) -> frozenset[int]:
     """The living processes below one, as far as their parents live."""
     living = {row.pid: row for row in _read_table().values() if not row.is_dead}
-    return frozenset(_descendants_in(living, [pid]))
+    return frozenset(_find_descendants(living, [pid]))
 
 
 def adopt_orphans() -> None:
@@ -254,7 +256,7 @@ def adopt_orphans() -> None:
 
     Without parent and environment, they could not be told from a stranger's processes.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextlib.contextmanager
@@ -263,16 +265,16 @@ def adopting_orphans() -> Iterator[None]:
     import ctypes
 
     adopted_before = ctypes.c_int(1)
-    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted_before))
+    _call_prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted_before))
     adopt_orphans()
     try:
         yield
     finally:
         if not adopted_before.value:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            _call_prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def _prctl(option: int, argument: object) -> None:
+def _call_prctl(option: int, argument: object) -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

@@ -134,7 +134,7 @@ class Interpreter:
 def ask_driver() -> Driver:
     """What nvidia-smi says of the GPUs here; nothing if it is not installed."""
     try:
-        answer = tools.run_tool(["nvidia-smi", "-q", "-x"], seconds=_driver_limit_s())
+        answer = tools.run_tool(["nvidia-smi", "-q", "-x"], seconds=_compute_driver_limit_s())
     except FileNotFoundError:
         return Driver()
     except tools.NoAnswer as error:
@@ -143,7 +143,7 @@ def ask_driver() -> Driver:
         return Driver(fault=str(error))
     log = _parse_log(answer.out)
     if log is None:
-        return Driver(fault=_first_complaint(answer))
+        return Driver(fault=_find_first_complaint(answer))
     cards = log.findall("gpu")
     if not cards:
         return Driver(fault="No devices were found")
@@ -151,8 +151,8 @@ def ask_driver() -> Driver:
     processes: list[GpuProcess] = []
     for index, card in enumerate(cards):
         if card.findtext("mig_mode/current_mig") != "Enabled":
-            gpus.append(_gpu_of(index, card, log))
-        processes += _processes_of(card)
+            gpus.append(_parse_gpu(index, card, log))
+        processes += _parse_processes(card)
     return Driver(gpus=tuple(gpus), processes=tuple(processes))
 
 
@@ -169,7 +169,7 @@ def _parse_log(raw: bytes) -> ElementTree.Element | None:
         return None
 
 
-def _first_complaint(answer: tools.Answer) -> str:
+def _find_first_complaint(answer: tools.Answer) -> str:
     for raw in (answer.out, answer.err):
         for line in raw.decode(errors="replace").split("\n"):
             if line.strip():
@@ -177,7 +177,7 @@ def _first_complaint(answer: tools.Answer) -> str:
     return f"exit code {answer.returncode}"
 
 
-def _gpu_of(index: int, card: ElementTree.Element, log: ElementTree.Element) -> Gpu:
+def _parse_gpu(index: int, card: ElementTree.Element, log: ElementTree.Element) -> Gpu:
     cuda = None
     match = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
     if match is not None:
@@ -186,14 +186,14 @@ def _gpu_of(index: int, card: ElementTree.Element, log: ElementTree.Element) -> 
         index=index,
         uuid=card.findtext("uuid", ""),
         name=card.findtext("product_name", ""),
-        memory_mib=_mib(card.findtext("fb_memory_usage/total")),
-        used_mib=_mib(card.findtext("fb_memory_usage/used")),
+        memory_mib=_parse_mib(card.findtext("fb_memory_usage/total")),
+        used_mib=_parse_mib(card.findtext("fb_memory_usage/used")),
         driver=log.findtext("driver_version", ""),
         cuda=cuda,
     )
 
 
-def _processes_of(card: ElementTree.Element) -> Iterator[GpuProcess]:
+def _parse_processes(card: ElementTree.Element) -> Iterator[GpuProcess]:
     """The processes that compute on a card, without those that only draw."""
     for entry in card.findall("processes/process_info"):
         pid = entry.findtext("pid", "")
@@ -202,12 +202,12 @@ def _processes_of(card: ElementTree.Element) -> Iterator[GpuProcess]:
         yield GpuProcess(
             uuid=card.findtext("uuid", ""),
             pid=int(pid),
-            used_mib=_mib(entry.findtext("used_memory")),
+            used_mib=_parse_mib(entry.findtext("used_memory")),
             name=entry.findtext("process_name", ""),
         )
 
 
-def _driver_limit_s() -> float | None:
+def _compute_driver_limit_s() -> float | None:
     try:
         cards = len(os.listdir(_CARDS))
     except OSError:
@@ -215,7 +215,7 @@ def _driver_limit_s() -> float | None:
     return tools.limit_s() + CARD_S * cards
 
 
-def _mib(text: str | None) -> int:
+def _parse_mib(text: str | None) -> int:
     number = (text or "").partition(" ")[0]
     if not number.isdecimal():
         # a card that shares the host's memory answers N/A
@@ -248,7 +248,7 @@ def find_trainer(
     """
     if environ is None:
         environ = os.environ
-    choice = _named_python(named, environ)
+    choice = _find_named_python(named, environ)
     if choice is not None:
         python, source = choice
         return ask_trainer(python, source)
@@ -264,27 +264,27 @@ def find_interpreter(named: Path | None, environ: Mapping[str, str]) -> Interpre
 
     Raises NotReady if it does not run.
     """
-    choice = _named_python(named, environ)
+    choice = _find_named_python(named, environ)
     if choice is None:
         return None
     python, source = choice
     python = expanded(python).absolute()
-    answer = _ask(python, source, _PATH_QUESTION, "did not answer")
-    return Interpreter(python=python, source=source, path=_folders(answer["path"]))
+    answer = _ask_python(python, source, _PATH_QUESTION, "did not answer")
+    return Interpreter(python=python, source=source, path=_list_folders(answer["path"]))
 
 
-def _named_python(named: Path | None, environ: Mapping[str, str]) -> tuple[Path, str] | None:
+def _find_named_python(named: Path | None, environ: Mapping[str, str]) -> tuple[Path, str] | None:
     if named is not None:
         # links stay: a virtual environment is identified by the link, not by its target
         program = isolation.find_program(str(expanded(named)))
         return Path(program or named), "--python"
     variable = environ.get("LAUNCH_PYTHON")
     if variable:
-        return _python_of_variable(variable), "LAUNCH_PYTHON"
+        return _find_python_of_variable(variable), "LAUNCH_PYTHON"
     return None
 
 
-def _python_of_variable(text: str) -> Path:
+def _find_python_of_variable(text: str) -> Path:
     """A name without a folder is searched for in PATH alone. Raises NotReady."""
     program = isolation.find_program(str(expanded(text)))
     if program is not None and (os.sep in text or os.path.isabs(program)):
@@ -299,22 +299,22 @@ def _python_of_variable(text: str) -> Path:
 def ask_trainer(python: Path, source: str) -> Trainer:
     """The version and packages of a Python. Raises NotReady if it does not run."""
     python = expanded(python).absolute()
-    data = _ask(python, source, _QUESTION, "did not list its packages")
+    data = _ask_python(python, source, _QUESTION, "did not list its packages")
     return Trainer(
         python=python,
         source=source,
         version=tuple(data["version"]),
-        path=_folders(data["path"]),
+        path=_list_folders(data["path"]),
         packages=data["packages"],
         own=data["own"],
     )
 
 
-def _folders(path: list[str]) -> tuple[Path, ...]:
+def _list_folders(path: list[str]) -> tuple[Path, ...]:
     return tuple(Path(entry) for entry in path if entry)
 
 
-def _ask(python: Path, source: str, question: str, silent: str) -> dict[str, Any]:
+def _ask_python(python: Path, source: str, question: str, silent: str) -> dict[str, Any]:
     """What a Python answers to a program; `silent` says what it did not do in time.
 
     Raises NotReady if it does not run.

@@ -12,13 +12,13 @@ def size_below(path: Path, *, links: bool = False) -> int:
     """Bytes of a file, or of all readable files below a folder; `links` are followed."""
     ask = os.stat if links else os.lstat
     total = 0
-    for file in _files_below(path):
+    for file in _find_files_below(path):
         with contextlib.suppress(OSError):
             total += ask(file).st_size
     return total
 
 
-def _files_below(path: Path) -> Iterator[str]:
+def _find_files_below(path: Path) -> Iterator[str]:
     if not path.is_dir():
         yield str(path)
         return

@@ -71,7 +71,7 @@ def limit_s() -> float:
 
 def silent() -> list[str]:
     """A sentence for each tool that did not answer this command."""
-    return [str(silence) for silence in _recent_silences().values()]
+    return [str(silence) for silence in _find_recent_silences().values()]
 
 
 def forget_silences() -> None:
@@ -97,13 +97,13 @@ def run_tool(
     import subprocess
 
     name = os.path.basename(argv[0])
-    silence = _recent_silences().get(name)
+    silence = _find_recent_silences().get(name)
     if silence is not None:
         raise NoAnswer(str(silence))
     program = isolation.find_program(argv[0], environ)
     if program is None:
         raise FileNotFoundError(argv[0])
-    limit = _remaining_s() if seconds is None else seconds
+    limit = _compute_remaining_s() if seconds is None else seconds
     child = subprocess.Popen(
         [program, *argv[1:]],
         env=None if environ is None else dict(environ),
@@ -116,24 +116,24 @@ def run_tool(
     try:
         answer = _read_answer(child, input, limit)
     except BaseException:
-        _end(child)
+        _kill_tool(child)
         raise
     if answer is None:
-        _end(child)
+        _kill_tool(child)
         silence = _Silence(tool=name, at=time.monotonic(), waited_s=limit)
         _silences[name] = silence
         raise NoAnswer(str(silence))
     return answer
 
 
-def _recent_silences() -> dict[str, _Silence]:
+def _find_recent_silences() -> dict[str, _Silence]:
     now = time.monotonic()
     return {name: silence for name, silence in _silences.items() if now - silence.at < _AGAIN_S}
 
 
-def _remaining_s() -> float:
+def _compute_remaining_s() -> float:
     limit = limit_s()
-    waited_s = sum(silence.waited_s for silence in _recent_silences().values())
+    waited_s = sum(silence.waited_s for silence in _find_recent_silences().values())
     remaining_s = round(limit * _PATIENCE - waited_s, 1)
     return min(limit, max(_SHORTEST_S, remaining_s))
 
@@ -165,11 +165,11 @@ def _read_rest(child: subprocess.Popen[bytes]) -> Answer:
         out = late.stdout or b""
         err = late.stderr or b""
         process.signal_group(child.pid, signal.SIGKILL)
-        _close(child)
+        _close_pipes(child)
     return Answer(child.returncode, out, err)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _kill_tool(child: subprocess.Popen[bytes]) -> None:
     """Kill a tool and what it started; one that the kernel does not release (state D) is left."""
     import subprocess
 
@@ -178,10 +178,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     process.signal_all(started, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_KILLED_S)
-    _close(child)
+    _close_pipes(child)
 
 
-def _close(child: subprocess.Popen[bytes]) -> None:
+def _close_pipes(child: subprocess.Popen[bytes]) -> None:
     for stream in (child.stdin, child.stdout, child.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ def enter_folder(name: str, parent: int) -> Iterator[int]:
     """A folder below an open one, on the same mount. Raises OSError."""
     descriptor = _open_folder(name, parent)
     try:
-        if _mount_of(descriptor) != _mount_of(parent):
+        if _read_mount(descriptor) != _read_mount(parent):
             raise Foreign(errno.EXDEV, "it is a mount point", name)
         yield descriptor
     finally:
@@ -99,7 +99,7 @@ def _open_folder(name: str, parent: int, flags: int = _FOLDER) -> int:
         raise
 
 
-def _mount_of(descriptor: int) -> tuple[int, str]:
+def _read_mount(descriptor: int) -> tuple[int, str]:
     """Which mount a folder lies on: bind mounts share a device, and have another number."""
     device = os.fstat(descriptor).st_dev
     with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class _Walk:
     is_entered: Callable[[TreeEntry], bool]
 
     def below(self, folder: int, prefix: str, depth: int) -> Iterator[TreeEntry]:
-        for name in _names_in(folder, self.budget):
+        for name in _list_names(folder, self.budget):
             try:
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             except OSError:
@@ -147,7 +147,7 @@ class _Walk:
             yield entry
 
 
-def _names_in(folder: int, budget: Budget) -> list[str]:
+def _list_names(folder: int, budget: Budget) -> list[str]:
     names = []
     with os.scandir(folder) as entries:
         for entry in entries:

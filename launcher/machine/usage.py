@@ -61,14 +61,14 @@ class HostMeter:
         self.last: _Ticks | None = None
 
     def look(self) -> HostUsage:
-        cpu = self._cpu()
+        cpu = self._measure_cpu()
         memory = _read_memory()
         if memory is None:
             return HostUsage(cpu=cpu)
         used_gib, total_gib = memory
         return HostUsage(cpu=cpu, memory_gib=used_gib, memory_total_gib=total_gib)
 
-    def _cpu(self) -> float | None:
+    def _measure_cpu(self) -> float | None:
         ticks = _read_ticks()
         before = self.last
         self.last = ticks
@@ -124,9 +124,9 @@ class GpuMeter:
         with contextlib.suppress(Exception):
             self.nvml = importlib.import_module(NVML)
             self.nvml.nvmlInit()
-            self.handles = self._open(ids)
+            self.handles = self._open_handles(ids)
 
-    def _open(self, ids: Sequence[str] | None) -> dict[int, Any]:
+    def _open_handles(self, ids: Sequence[str] | None) -> dict[int, Any]:
         """A handle of the library by the index of its GPU."""
         handles = {}
         if ids is None:
@@ -139,9 +139,9 @@ class GpuMeter:
         return handles
 
     def look(self) -> list[GpuUsage]:
-        return [self._read(index, handle) for index, handle in self.handles.items()]
+        return [self._read_gpu(index, handle) for index, handle in self.handles.items()]
 
-    def _read(self, index: int, handle: Any) -> GpuUsage:
+    def _read_gpu(self, index: int, handle: Any) -> GpuUsage:
         nvml = self.nvml
         values: dict[str, float] = {}
         # one by one: a card may tell its memory and not its power

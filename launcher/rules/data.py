@@ -115,7 +115,7 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
         message = f"{beside.faults[0]}: the files of all splits are read"
         help = "correct the file, or keep it in another folder"
         yield looked.say("error", "bad-data", message, help)
-    places = _first_places(survey, "absent")
+    places = _find_first_places(survey, "absent")
     with_rows = {place.file for place in places.values()}
     first = next((path for path in looked.source.files if str(path) in with_rows), None)
     if first is None:
@@ -126,7 +126,7 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
         return place.file != str(first) or place.number > typed_rows
 
     late = {column: place for column, place in places.items() if comes_late(place)}
-    for column, place in _first_places(beside, "absent").items():
+    for column, place in _find_first_places(beside, "absent").items():
         if column not in survey.columns:
             late[column] = place
     if late:
@@ -137,7 +137,7 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
             "where there is none"
         )
         yield looked.say("error", "data-columns", message, help)
-    for column, place in _first_places(survey, "absent", "null").items():
+    for column, place in _find_first_places(survey, "absent", "null").items():
         if column not in late and comes_late(place):
             effect = "`datasets` takes it for a column of nulls, and refuses what follows"
             message = f"`{column}` is null up to {place}: {effect}"
@@ -145,7 +145,7 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
             yield looked.say("error", "data-types", message, help)
 
 
-def _first_places(survey: Survey, *left_out: str) -> dict[str, RowPlace]:
+def _find_first_places(survey: Survey, *left_out: str) -> dict[str, RowPlace]:
     """The first row that has a value in each column, of another kind than `left_out`."""
     places: dict[str, RowPlace] = {}
     for (column, kind), tally in survey.kinds.items():
@@ -158,14 +158,14 @@ def convertible(looked: Looked, otherwise: str) -> str:
     """What to do about rows that the trainer does not take: the command for a known form."""
     shape = shapes.recognise(looked.survey)
     if shape is None:
-        return _export_help(looked) or otherwise
+        return _explain_export(looked) or otherwise
     files = looked.source.files
     source = files[0] if len(files) == 1 else looked.source.name
     command = f"`launch data convert {source} -o converted/train.jsonl`"
     return f"these rows are {shape.name}: {command} writes {shape.into}; then name what it wrote"
 
 
-def _export_help(looked: Looked) -> str | None:
+def _explain_export(looked: Looked) -> str | None:
     """What to do about files that were written in another way than the reader expects."""
     survey = looked.survey
     columns = sorted(survey.columns)
@@ -242,7 +242,7 @@ def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
             fault, help = _ODD_MESSAGES[fact]
             message = f"`{column}` has {fault} in {looked.share(tally)}: most templates end there"
             yield looked.say("warning", "odd-messages", message, help)
-        yield from _roles(looked, column)
+        yield from _check_roles(looked, column)
 
 
 def unreadable_messages(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
@@ -274,11 +274,11 @@ def unread_weights(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
 
 def has_renamed_answers(looked: Looked, column: str) -> bool:
     """Whether rows without `assistant` have answers under a role that templates do not know."""
-    renamed = max((tally.count for tally in _odd_roles(looked, column).values()), default=0)
+    renamed = max((tally.count for tally in _find_odd_roles(looked, column).values()), default=0)
     return renamed >= looked.survey.count(column, "no-answer") > 0
 
 
-def _odd_roles(looked: Looked, column: str) -> dict[str, Occurrence]:
+def _find_odd_roles(looked: Looked, column: str) -> dict[str, Occurrence]:
     roles = looked.survey.named(column, "role:")
     return {role: tally for role, tally in roles.items() if role not in _ROLES and role != _NO_ROLE}
 
@@ -301,8 +301,8 @@ def empty_lists(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
         yield looked.say("error", "data-types", message, "take these rows out")
 
 
-def _roles(looked: Looked, column: str) -> Iterator[Finding]:
-    odd = _odd_roles(looked, column)
+def _check_roles(looked: Looked, column: str) -> Iterator[Finding]:
+    odd = _find_odd_roles(looked, column)
     if not odd:
         return
     names = ", ".join(f"`{role}`" for role in sorted(odd))
@@ -389,14 +389,14 @@ def tokenizer_template(model: object, template: object, context: Context) -> str
     """
     if isinstance(template, str) and template:
         if is_file(template):
-            return _text_of(Path(template))
+            return _read_text(Path(template))
         model = template
-    folder = _folder_of(model, context)
+    folder = _find_folder(model, context)
     if folder is None:
         return None
     for name in ("chat_template.jinja", "chat_template.json"):
         if is_file(folder / name):
-            return _text_of(folder / name)
+            return _read_text(folder / name)
     config = folder / "tokenizer_config.json"
     if not is_file(config):
         return None
@@ -418,14 +418,14 @@ def takes_pictures(model: object, context: Context) -> bool | None:
     return any("vision" in key or "image" in key for key in read_json(path))
 
 
-def _folder_of(model: object, context: Context) -> Path | None:
+def _find_folder(model: object, context: Context) -> Path | None:
     where = model_config.where(model, context.environ)
     if where is not None:
         return where.parent
     return Path(model) if isinstance(model, str) and is_dir(model) else None
 
 
-def _text_of(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return read_bytes(path, 2**20).decode(errors="replace")
     except OSError:
@@ -463,10 +463,10 @@ def doubled_bos(
     looked: Looked, columns: Sequence[str], model: object, context: Context
 ) -> Iterator[Finding]:
     """Texts that begin with the token that the tokenizer adds in front of every text."""
-    folder = _folder_of(model, context)
+    folder = _find_folder(model, context)
     for column in columns:
         for token, tally in looked.survey.named(column, "starts:").items():
-            if token == _added_bos(folder):
+            if token == _find_added_bos(folder):
                 start = f"`{column}` begins with {token} in {looked.share(tally)}"
                 message = f"{start}, and the tokenizer adds another"
                 yield looked.say(
@@ -474,7 +474,7 @@ def doubled_bos(
                 )
 
 
-def _added_bos(folder: Path | None) -> str | None:
+def _find_added_bos(folder: Path | None) -> str | None:
     """The token that a tokenizer in this folder puts in front of every text.
 
     None where it adds none.

@@ -87,7 +87,7 @@ def engine_config(
     return {"zero_optimization": zero}
 
 
-def _of_file(code: str, message: str, help: str, severity: Severity = "error") -> Finding:
+def _report_in_file(code: str, message: str, help: str, severity: Severity = "error") -> Finding:
     return say_of_option(severity, code, "deepspeed", message, help)
 
 
@@ -95,7 +95,9 @@ def _of_file(code: str, message: str, help: str, severity: Severity = "error") -
 def zero_section(context: Context) -> Iterator[Finding]:
     if context.file is not None and "zero_optimization" not in context.file:
         message = "the DeepSpeed file has no `zero_optimization`: accelerate refuses it"
-        yield _of_file("deepspeed-no-zero", message, 'add `"zero_optimization": {"stage": 2}`')
+        yield _report_in_file(
+            "deepspeed-no-zero", message, 'add `"zero_optimization": {"stage": 2}`'
+        )
 
 
 @cites(
@@ -111,7 +113,7 @@ def no_batch(context: Context) -> Iterator[Finding]:
     batch = file.get("train_batch_size")
     if batch is None or (batch == "auto" and not context.entry.by_trainer):
         help = f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`'
-        yield _of_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
+        yield _report_in_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
 
 
 @cites(
@@ -132,7 +134,9 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
         severity = "warning"
         effect = "saves no model, only DeepSpeed's own checkpoint"
     help = "add it to `zero_optimization` in the DeepSpeed file"
-    yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {effect}", help, severity)
+    yield _report_in_file(
+        "zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {effect}", help, severity
+    )
 
 
 @asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
@@ -162,8 +166,8 @@ def clipping(context: Context) -> Iterator[Finding]:
         return
     if of_file == "auto":
         of_file = 1.0
-    requested = _positive(limit)
-    applied = _positive(of_file)
+    requested = _keep_positive(limit)
+    applied = _keep_positive(of_file)
     if applied == requested:
         return
     effect = f"clips at {applied}" if applied else "does not clip"
@@ -174,7 +178,7 @@ def clipping(context: Context) -> Iterator[Finding]:
     yield say("warning", "clipping-unread", key, message, help)
 
 
-def _positive(limit: object) -> float:
+def _keep_positive(limit: object) -> float:
     if isinstance(limit, int | float) and limit > 0:
         return limit
     return 0.0
@@ -199,14 +203,14 @@ def refused_file(context: Context) -> Iterator[Finding]:
                 f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both"
             )
             help = f"delete `{key}` from the file; the arguments decide"
-            yield _of_file("deepspeed-optimizer", message, help)
+            yield _report_in_file("deepspeed-optimizer", message, help)
     other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
     if str(section(file, other).get("enabled", False)).lower() == "true":
         message = (
             f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}"
         )
         help = f'set `mixed_precision: {other}`, or `"enabled": "auto"` in the file'
-        yield _of_file("deepspeed-precision", message, help)
+        yield _report_in_file("deepspeed-precision", message, help)
 
 
 @cites(
@@ -230,7 +234,7 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
         effect = f"{accumulation} would not be used, and the steps be counted wrongly"
         message = f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {effect}"
         help = f'write `"{_PASSES}": "auto"` in the file'
-        yield _of_file("deepspeed-accumulation", message, help, "warning")
+        yield _report_in_file("deepspeed-accumulation", message, help, "warning")
     if passes in ("auto", None):
         passes = accumulation
     rows = file.get(_MICRO)
@@ -244,7 +248,9 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
     if isinstance(total, int) and total != math.prod(factors):
         product = f"{rows} rows x {passes} passes x {devices} devices is {math.prod(factors)}"
         message = f"the DeepSpeed file sets `train_batch_size: {total}`, but {product}"
-        yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
+        yield _report_in_file(
+            "deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file'
+        )
 
 
 @cites("dpo_tune_cache.py::main[deepspeed_plugin = DeepSpeedPlugin]", reviewed=("e6c3044aa620",))
@@ -394,16 +400,18 @@ def mismatches(context: Context) -> Iterator[Finding]:
         return
     file = {_PASSES: 1, **context.file}
     differing = []
-    for name, key, expected in _expected(context):
-        entry = _entry(file, name)
+    for name, key, expected in _list_expected(context):
+        entry = _find_entry(file, name)
         if expected is not None and entry not in (None, "auto", expected):
             differing.append(f"`{name}: {brief(entry)}` is not `{key}: {brief(expected)}`")
     if differing:
         message = f"transformers refuses the DeepSpeed file: {'; '.join(differing)}"
-        yield _of_file("deepspeed-mismatch", message, 'write "auto" for what the arguments say')
+        yield _report_in_file(
+            "deepspeed-mismatch", message, 'write "auto" for what the arguments say'
+        )
 
 
-def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
+def _list_expected(context: Context) -> Iterator[tuple[str, str, Any]]:
     """What a config must say, under which name, and the argument that says it; None if unknown."""
     values = context.values
     rows = context.per_device
@@ -431,7 +439,7 @@ def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
         yield f"{name}.enabled", name, precision == name or bool(values[f"{name}_full_eval"])
 
 
-def _entry(config: Mapping[str, Any], name: str) -> Any:
+def _find_entry(config: Mapping[str, Any], name: str) -> Any:
     node: Any = config
     for part in name.split("."):
         if not isinstance(node, Mapping):
@@ -494,7 +502,7 @@ def fault(
     overlaps = zero.get("overlap_comm") is True
     if stage not in (1, 2):
         return None
-    release = _release(version)
+    release = _parse_release(version)
     wire = _FORMATS.get(str(config.get("communication_data_type")).lower())
     bucket = zero.get("reduce_bucket_size")
     whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
@@ -511,7 +519,7 @@ def fault(
         help = "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3"
         return "error", OVERLAP, message, help
     accumulates = (accumulation or 1) > 1
-    if stage == 2 and accumulates and release and _within(release, LOSES_MICRO_BATCHES):
+    if stage == 2 and accumulates and release and _is_within(release, LOSES_MICRO_BATCHES):
         message = f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2"
         return (
             "error",
@@ -531,16 +539,16 @@ def fault(
         return "warning", OVERLAP, message, f"install deepspeed 0.19.8 where it trains, {serial}"
     described = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`"
     help = f"install deepspeed 0.19.8, {serial}"
-    if _is_before(release, SYNCHRONIZED) or _within(release, UNSYNCHRONIZED):
+    if _is_before(release, SYNCHRONIZED) or _is_within(release, UNSYNCHRONIZED):
         return "error", OVERLAP, f"{described} {corrupts}", help
-    if _within(release, (UNSYNCHRONIZED[1], ALL_STREAMS)):
+    if _is_within(release, (UNSYNCHRONIZED[1], ALL_STREAMS)):
         streams = "where several streams compute them, as under torch.compile"
         message = f"{described} may send gradients before they are complete {streams}"
         return "warning", OVERLAP, message, help
     return None
 
 
-def _release(version: str | None) -> str | None:
+def _parse_release(version: str | None) -> str | None:
     """The version if it is one that can be compared with others."""
     if version is None:
         return None
@@ -553,7 +561,7 @@ def _release(version: str | None) -> str | None:
         return None
 
 
-def _within(version: str, span: tuple[str, str]) -> bool:
+def _is_within(version: str, span: tuple[str, str]) -> bool:
     first, beyond = span
     return not _is_before(version, first) and _is_before(version, beyond)
 

@@ -52,27 +52,27 @@ class Excess:
         return f"resize the model once, with `{call}`, and save it"
 
 
-def _excess(context: Context) -> Excess | None:
+def _find_excess(context: Context) -> Excess | None:
     """None where the tokens have rows, or where either number is unknown."""
-    rows = _rows(_config(context))
+    rows = _read_rows(_read_config(context))
     if rows is None:
         return None
-    words = _vocabulary(context)
+    words = _read_vocabulary(context)
     if words is None or words.size <= rows:
         return None
     return Excess(words, rows)
 
 
-def _config(context: Context) -> Mapping[str, Any]:
+def _read_config(context: Context) -> Mapping[str, Any]:
     return model_config.text_part(model_config.built_from(context.values, context.environ))
 
 
-def _rows(config: Mapping[str, Any]) -> int | None:
+def _read_rows(config: Mapping[str, Any]) -> int | None:
     rows = config.get("vocab_size")
     return rows if isinstance(rows, int) and rows > 0 else None
 
 
-def _vocabulary(context: Context) -> Vocabulary | None:
+def _read_vocabulary(context: Context) -> Vocabulary | None:
     """That of the tokenizer which is read, in a folder here or in the hub's cache."""
     values = context.values
     name = values.get("tokenizer_name_or_path")
@@ -94,19 +94,21 @@ def beyond_embedding(context: Context) -> Iterator[Finding]:
 
     The pad token fills the shorter rows of a batch.
     """
-    excess = _excess(context)
+    excess = _find_excess(context)
     if excess is None or _takes_tokens_of_another(context):
         return
     words = excess.vocabulary
-    used = [role for role in _used(context) if _lacks_row(context, words, role, excess.rows)]
+    used = [
+        role for role in _list_used_tokens(context) if _lacks_row(context, words, role, excess.rows)
+    ]
     effect = (
         "a row that holds one of them crashes (index out of range, on a GPU a device-side assert)"
     )
     severity: Severity = "warning"
     if used:
         severity = "error"
-        token = brief(_token(context, words, used[0]))
-        role = used[0].removesuffix("_token")
+        token = brief(_find_token(context, words, used[0]))
+        role = used[0].removesuffix("_find_token")
         effect = f"the {role} token is {token}, and the first batch with it crashes"
     help = excess.remedy
     if used == ["pad_token"]:
@@ -121,18 +123,18 @@ def _takes_tokens_of_another(context: Context) -> bool:
     return bool(template) and not is_template
 
 
-def _token(context: Context, words: Vocabulary, role: str) -> str:
+def _find_token(context: Context, words: Vocabulary, role: str) -> str:
     token = context.values.get(role) or words.special.get(role)
     if token is None and role == "pad_token":
-        token = _token(context, words, "eos_token")
+        token = _find_token(context, words, "eos_token")
     return str(token or "")
 
 
 def _lacks_row(context: Context, words: Vocabulary, role: str, rows: int) -> bool:
-    return words.added.get(_token(context, words, role), 0) >= rows
+    return words.added.get(_find_token(context, words, role), 0) >= rows
 
 
-def _used(context: Context) -> Sequence[str]:
+def _list_used_tokens(context: Context) -> Sequence[str]:
     """The special tokens that are certainly in the first batches."""
     values = context.values
     used = []
@@ -152,7 +154,7 @@ def _used(context: Context) -> Sequence[str]:
 )
 def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     """The model is built with the rows of its config, and never resized."""
-    excess = _excess(context)
+    excess = _find_excess(context)
     if excess is not None:
         message = f"{excess}: a row that holds one of them crashes"
         yield say("warning", _CODE, _MODEL, message, excess.remedy)
@@ -170,7 +172,7 @@ def resized(context: Context) -> Iterator[Finding]:
 
     Peft trains the layers of `finetune.py` and `dpo_tune_cache.py` alone.
     """
-    excess = _excess(context)
+    excess = _find_excess(context)
     if excess is None or caches_only(context):
         return
     grown = math.ceil(excess.vocabulary.size / _MULTIPLE) * _MULTIPLE
@@ -189,8 +191,8 @@ def special_ids(context: Context) -> Iterator[Finding]:
 
     Others are for generating: no token of the model ever has that id.
     """
-    config = _config(context)
-    rows = _rows(config)
+    config = _read_config(context)
+    rows = _read_rows(config)
     if rows is None or caches_only(context):
         return
     for key in ("pad_token_id", "eos_token_id", "bos_token_id"):

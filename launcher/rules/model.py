@@ -90,14 +90,14 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     reach = positions(model_config.built_from(values, context.environ))
     if reach is None or not values.given(key) or not isinstance(length, int):
         return
-    reach = max(reach, _scaled_positions(context))
+    reach = max(reach, _compute_scaled_positions(context))
     if length > reach:
         message = f"`{key}: {length}` goes beyond the {reach} positions that the model was made for"
         help = f"write `{key}: {reach}`, or a model with a longer context"
         yield say("warning", "beyond-positions", key, message, help)
 
 
-def _scaled_positions(context: Context) -> int:
+def _compute_scaled_positions(context: Context) -> int:
     """How far a model reaches by arguments that scale its rotary embedding; 0 where none does."""
     values = context.values
     factor = values.get("rope_scaling_factor")
@@ -174,13 +174,13 @@ _CODE = "incomplete-model"
 _MODEL = "model_name_or_path"
 
 
-def _config(context: Context) -> Mapping[str, Any]:
+def _read_config(context: Context) -> Mapping[str, Any]:
     values = context.values
     name = values.get("config_name") or values[_MODEL]
     return model_config.read_model_config(name, context.environ, values.get("model_revision"))
 
 
-def _arguments(context: Context) -> Mapping[str, Any]:
+def _read_arguments(context: Context) -> Mapping[str, Any]:
     values = context.values
     arguments = inline(values.get("model_init_kwargs"))
     return arguments or model_config.replaced(values.get("additional_model_arguments"))
@@ -191,20 +191,20 @@ def other_weights(context: Context) -> Iterator[Finding]:
     """What has another size in the files is refused, and what is not in them begins at random,
     which a table in the log says.
     """
-    arguments = _arguments(context)
+    arguments = _read_arguments(context)
     name = str(context.values[_MODEL] or "")
     if not is_dir(name) or arguments.keys() & _OTHER_FILES:
         return
-    shape = _shape(model_config.read_model_config(name, context.environ))
+    shape = _find_shape(model_config.read_model_config(name, context.environ))
     if shape is None:
         return
     stored = model_files.sizes(Path(name))
     if stored is None:
         return
     if not any(weight.startswith("model.") for weight in stored):
-        stored = _with_prefix(stored, shape)
+        stored = _add_prefix(stored, shape)
     described = by_name(shape)
-    needed = by_name(_shape({**_config(context), **arguments}) or shape)
+    needed = by_name(_find_shape({**_read_config(context), **arguments}) or shape)
     common = needed.keys() & stored.keys()
     differing = [weight for weight in common if described.get(weight) != stored[weight]]
     if differing:
@@ -228,7 +228,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
         yield say(severity, _CODE, _MODEL, message, help)
 
 
-def _with_prefix(sizes: Sizes, shape: Shape) -> Sizes:
+def _add_prefix(sizes: Sizes, shape: Shape) -> Sizes:
     """The weights of a model without its head, by the names that transformers completes."""
     completed = {}
     for weight, size in sizes.items():
@@ -246,7 +246,7 @@ def by_name(shape: Shape) -> Sizes:
     return sizes
 
 
-def _shape(config: Mapping[str, Any]) -> Shape | None:
+def _find_shape(config: Mapping[str, Any]) -> Shape | None:
     try:
         return architecture.shape_of(config)
     except InvalidConfig:
@@ -269,15 +269,15 @@ def missing_model(context: Context) -> Iterator[Finding]:
         name = context.values.get(key)
         if isinstance(name, str) and name and name not in seen:
             seen.add(name)
-            yield from _missing(context, key, name)
+            yield from _check_missing(context, key, name)
 
 
-def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
+def _check_missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     # the config alone may be a file
     if is_file(name) and key != "config_name":
         message = f"{name} is a file, not a folder"
         help = f"name the folder with its config.json, such as {Path(name).parent}"
-    elif model_config.here(name) or (key == _MODEL and _config(context)):
+    elif model_config.here(name) or (key == _MODEL and _read_config(context)):
         return
     elif model_config.is_path(name):
         message = f"there is no folder {name} here"
@@ -324,21 +324,21 @@ def _is_impossible(text: str) -> bool:
 def incomplete_model(context: Context) -> Iterator[Finding]:
     """Seen when it is loaded, on every GPU. A folder with a config alone is one to plan with."""
     values = context.values
-    if caches_only(context) or _arguments(context).keys() & _OTHER_FILES:
+    if caches_only(context) or _read_arguments(context).keys() & _OTHER_FILES:
         return
     revision = values.get("model_revision")
     key = "config_name" if values.get("config_name") else _MODEL
-    folder = _read_from(context, values[key], revision)
+    folder = _find_folder_to_read(context, values[key], revision)
     if folder is not None:
         # `adapter_alone` speaks of it
         if model_files.is_adapter(folder):
             return
         fault = model_files.config_fault(folder)
         if fault is not None:
-            yield _incomplete(context, _CODE, key, fault)
+            yield _report_incomplete(context, _CODE, key, fault)
             if key == _MODEL:
                 return
-    folder = _read_from(context, values[_MODEL], revision)
+    folder = _find_folder_to_read(context, values[_MODEL], revision)
     if folder is None or model_files.is_adapter(folder):
         return
     fault = model_files.weights_fault(folder)
@@ -349,7 +349,7 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
             "trained"
         )
     if fault is not None:
-        yield _incomplete(context, _CODE, _MODEL, fault)
+        yield _report_incomplete(context, _CODE, _MODEL, fault)
 
 
 @cites(
@@ -366,7 +366,7 @@ def adapter_alone(context: Context) -> Iterator[Finding]:
     if caches_only(context):
         return
     for key in ("config_name", _MODEL):
-        folder = _adapter_folder(context, values.get(key))
+        folder = _find_adapter_folder(context, values.get(key))
         if folder is None:
             continue
         name = str(values[key])
@@ -375,11 +375,12 @@ def adapter_alone(context: Context) -> Iterator[Finding]:
         base = model_files.adapter_base(folder)
         if base is not None:
             message += f", {brief(base)}"
-        help = f"merge it first, and name the merged model: {_merge_command(name, folder, base)}"
+        command = _render_merge_command(name, folder, base)
+        help = f"merge it first, and name the merged model: {command}"
         yield say(context.at_start, "adapter-alone", key, message, help)
 
 
-def _adapter_folder(context: Context, name: object) -> Path | None:
+def _find_adapter_folder(context: Context, name: object) -> Path | None:
     """The folder of an adapter without a model, here or in the hub's cache."""
     folder = folder_of(context, name, context.values.get("model_revision"))
     if folder is None or not model_files.is_adapter(folder):
@@ -398,7 +399,7 @@ def folder_of(context: Context, name: object, revision: str | None) -> Path | No
     return model_config.snapshot(name, context.environ, revision)
 
 
-def _merge_command(name: str, folder: Path, base: str | None) -> str:
+def _render_merge_command(name: str, folder: Path, base: str | None) -> str:
     """A line for a shell that writes the merged model, and the tokenizer with it."""
     merged = f"{name.rstrip('/')}-merged"
     if folder != Path(name):
@@ -423,15 +424,15 @@ def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     named = [key for key in ("tokenizer_name_or_path", _MODEL) if values.get(key)]
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     for key in (*named[:1], "chat_template_path"):
-        folder = _read_from(context, values.get(key), revision)
+        folder = _find_folder_to_read(context, values.get(key), revision)
         if folder is None or (key == _MODEL and model_files.is_adapter(folder)):
             continue
         fault = model_files.tokenizer_fault(folder)
         if fault is not None:
-            yield _incomplete(context, "incomplete-tokenizer", key, fault)
+            yield _report_incomplete(context, "incomplete-tokenizer", key, fault)
 
 
-def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
+def _report_incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
     name = str(context.values[key])
     message = f"{brief(name)} cannot be trained from: {fault}"
     help = "finish the run that makes it, or copy it again"
@@ -440,7 +441,7 @@ def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
     return say(context.at_start, code, key, message, help)
 
 
-def _read_from(context: Context, name: object, revision: str | None) -> Path | None:
+def _find_folder_to_read(context: Context, name: object, revision: str | None) -> Path | None:
     """The folder that is read and nothing else: of the hub's cache what is missing is fetched.
 
     One that only describes a model says nothing before something is to be started.

@@ -25,7 +25,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)
 _STATES = re.compile(_WEIGHTS.pattern + r"|global_step\d|pytorch_model_fsdp")
 
 
-def _taken(context: Context) -> Checkpoint | None:
+def _find_resumed(context: Context) -> Checkpoint | None:
     """The checkpoint that open-instruct would resume from: steps before epochs
     (utils.py::get_last_checkpoint[if len(checkpoint_steps) > 0]).
     """
@@ -46,7 +46,7 @@ def _taken(context: Context) -> Checkpoint | None:
 @superseded_by("attempts")
 def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     """Upstream resumes from the newest checkpoint in its output folder, whoever made it."""
-    last = _taken(context)
+    last = _find_resumed(context)
     if last is not None and not caches_only(context):
         message = (
             f"{context.output} holds {last.name} of another run: upstream would resume from it"
@@ -71,7 +71,7 @@ def finished_model(context: Context) -> Iterator[Finding]:
     resume = context.entry.names.resume
     if (resume and context.values[resume]) or not any(map(_WEIGHTS.match, names)):
         return
-    last = _taken(context)
+    last = _find_resumed(context)
     begin = "train from zero" if last is None else f"continue from {last.name}"
     message = f"{context.output} holds a trained model: upstream would {begin} and write over it"
     help = f"give another `output_dir`, or empty {context.output}"
@@ -89,9 +89,9 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     if not isinstance(name, str) or not name or name.lower() in ("true", "false"):
         return
     folder = Path(name)
-    fault = _checkpoint_fault(context, folder, brief(name))
+    fault = _find_checkpoint_fault(context, folder, brief(name))
     if fault is None:
-        yield from _remaining(context, folder)
+        yield from _check_remaining(context, folder)
         return
     help = "relative paths start where launch is started; delete the line to start over"
     saved = checkpoints.find("trl", folder) or checkpoints.find("trl", context.output)
@@ -100,7 +100,7 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     yield say("error", "resume-missing", _RESUME, fault, help)
 
 
-def _checkpoint_fault(context: Context, folder: Path, name: str) -> str | None:
+def _find_checkpoint_fault(context: Context, folder: Path, name: str) -> str | None:
     if not exists(folder):
         # another machine may have it
         if context.machine is None:
@@ -113,7 +113,7 @@ def _checkpoint_fault(context: Context, folder: Path, name: str) -> str | None:
     return None
 
 
-def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
+def _check_remaining(context: Context, folder: Path) -> Iterator[Finding]:
     """Training begins at the checkpoint's step, and may be over.
 
     transformers/trainer.py::Trainer._init_training_state[self.state = TrainerState.load_from_json]

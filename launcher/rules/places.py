@@ -55,20 +55,20 @@ def unintended_output(context: Context) -> Iterator[Finding]:
     # `no-output` says it
     if not text:
         return
-    reason = _literal_fault(text) or _place_fault(context, text)
+    reason = _find_literal_fault(text) or _find_place_fault(context, text)
     if reason is not None:
         message = f"`{key}: {brief(text)}` {reason}"
-        yield say("error", CODE, key, message, _help(key, text), layer="launch")
+        yield say("error", CODE, key, message, _explain_help(key, text), layer="launch")
 
 
-def _help(key: str, text: str) -> str:
+def _explain_help(key: str, text: str) -> str:
     expanded = os.path.expandvars(os.path.expanduser(text))
     if expanded != text and len(Path(expanded).parts) > 3:
         return f"write the folder out: `{key}: {expanded}`"
     return f"name a folder of the run's own, such as `{key}: output/my_run`"
 
 
-def _literal_fault(text: str) -> str | None:
+def _find_literal_fault(text: str) -> str | None:
     """What is wrong with the words themselves, on any machine."""
     if not can_be_name(text):
         return "is no name that a folder can have"
@@ -84,7 +84,7 @@ def _literal_fault(text: str) -> str | None:
     return None
 
 
-def _place_fault(context: Context, text: str) -> str | None:
+def _find_place_fault(context: Context, text: str) -> str | None:
     """Which place of this machine a folder is, or holds."""
     from launcher.upstream.trainers import BACKENDS
 
@@ -95,7 +95,7 @@ def _place_fault(context: Context, text: str) -> str | None:
     if canonical(Path(text)) == Path("/"):
         return "is the root of the file system"
     output = canonical(folder)
-    for place in (*_machine(), *_training(context)):
+    for place in (*_list_machine_places(), *_list_training_places(context)):
         path = canonical(place.path)
         if same_place(output, path):
             return f"is {place.name}, {path}"
@@ -105,10 +105,10 @@ def _place_fault(context: Context, text: str) -> str | None:
             return f"lies in {place.name}, {path}"
     if exists(output / ".git"):
         return f"is the checkout {output}"
-    return _system_fault(output)
+    return _find_system_fault(output)
 
 
-def _system_fault(output: Path) -> str | None:
+def _find_system_fault(output: Path) -> str | None:
     if any(same_place(output, Path(name)) for name in _SHARED.split()):
         return f"is {output}, which belongs to the system or to all users"
     if any(output.is_relative_to(free) for free in _WITHIN):
@@ -119,7 +119,7 @@ def _system_fault(output: Path) -> str | None:
     return None
 
 
-def _machine() -> Iterator[Place]:
+def _list_machine_places() -> Iterator[Place]:
     """The folders that hold what is worth more than a model. Never those of the runs below them."""
     try:
         yield Place(path=Path.cwd(), name="the working folder")
@@ -137,11 +137,11 @@ def _machine() -> Iterator[Place]:
     yield Place(path=model_config.hub_home(os.environ), name="Hugging Face's cache")
 
 
-def _training(context: Context) -> Iterator[Place]:
+def _list_training_places(context: Context) -> Iterator[Place]:
     """What the run itself reads: checkout, data, model."""
     if context.source is not None:
-        yield from _source(context.source)
-    for name in _data(context):
+        yield from _list_source_places(context.source)
+    for name in _list_data(context):
         path = Path(str(name))
         if not name or not exists(path):
             continue
@@ -150,10 +150,10 @@ def _training(context: Context) -> Iterator[Place]:
         yield Place(path=path, name="the folder of the data")
     model = context.values.get(context.entry.names.model)
     if isinstance(model, str) and model and os.path.isdir(model):
-        yield from _model(context, Path(model))
+        yield from _list_model_places(context, Path(model))
 
 
-def _data(context: Context) -> list[Any]:
+def _list_data(context: Context) -> list[Any]:
     """The names of the files and folders of data."""
     mixed = mixture.of_values(context.values, context.environ)
     if mixed is not None:
@@ -162,14 +162,14 @@ def _data(context: Context) -> list[Any]:
     return data[::2] if isinstance(data, list) else [data]
 
 
-def _model(context: Context, model: Path) -> Iterator[Place]:
+def _list_model_places(context: Context, model: Path) -> Iterator[Place]:
     folder = canonical(Path(str(context.values[context.entry.names.output])))
     # a checkpoint of the folder itself may be what to go on from
     if same_place(canonical(model), folder):
         yield Place(path=model, name="the folder of the model that training begins from")
 
 
-def _source(source: Path) -> Iterator[Place]:
+def _list_source_places(source: Path) -> Iterator[Place]:
     """A checkout; what somebody who works in it puts below the working folder is their own."""
     yield Place(path=source, name="the folder of the trainer's source")
     checkout = canonical(source)

@@ -45,7 +45,7 @@ class Trained:
     remedy: str
 
 
-def _trained_by_trl(context: Context) -> Trained | None:
+def _find_trained_by_trl(context: Context) -> Trained | None:
     """Adapters are made in float32 but for those of quantised models.
 
     `modules_to_save` stay in the model's own format.
@@ -65,7 +65,7 @@ def _trained_by_trl(context: Context) -> Trained | None:
     format, key = resolved.weights_type(values)
     choice = f"`dtype: {format}`"
     if format == "auto":
-        format = _stored_type(context)
+        format = _find_stored_type(context)
         choice = f"`dtype: auto`, and the model's own format {format}"
     if format not in ("float16", "bfloat16"):
         return None
@@ -79,7 +79,7 @@ def _trained_by_trl(context: Context) -> Trained | None:
     return Trained(what=what, format=format, key=key, choice=choice, remedy=remedy)
 
 
-def _stored_type(context: Context) -> str:
+def _find_stored_type(context: Context) -> str:
     """The format that a model is loaded in by default; empty if unknown.
 
     transformers/modeling_utils.py::_get_dtype[if hasattr(config].
@@ -123,7 +123,7 @@ def refused_by_scaler(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["fp16"] or values["bf16"] or _keeps_masters(context) or context.gpus == 0:
         return
-    trained = _trained_by_trl(context)
+    trained = _find_trained_by_trl(context)
     if trained is None:
         return
     refusal = "ValueError: Attempting to unscale FP16 gradients"
@@ -151,7 +151,7 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
     values = context.values
     if values["fp16"] or _keeps_masters(context):
         return
-    trained = _trained_by_trl(context)
+    trained = _find_trained_by_trl(context)
     if trained is None or trained.format != "bfloat16":
         return
     if values["load_in_4bit"] or values["load_in_8bit"]:
@@ -161,7 +161,7 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
     if not str(optimizer).startswith(_STEPS_OF_THE_RATE):
         return
     weights = f"{trained.what} in bfloat16 ({trained.choice})"
-    message = _rounding(number(values["learning_rate"]), weights)
+    message = _describe_rounding(number(values["learning_rate"]), weights)
     if message is not None:
         help = f"{trained.remedy}, and `bf16: true` computes in bfloat16 all the same"
         yield say("warning", "steps-rounded", trained.key, message, help)
@@ -187,15 +187,15 @@ def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
     if context.mixed_precision == "fp16" or caches_only(context):
         return
     # Liger's loader names no format (finetune.py::main[AutoLigerKernelForCausalLM.from_pretrained])
-    if values["use_liger_kernel"] and _stored_type(context) != "bfloat16":
+    if values["use_liger_kernel"] and _find_stored_type(context) != "bfloat16":
         return
-    message = _rounding(number(values["learning_rate"]), "all weights in bfloat16")
+    message = _describe_rounding(number(values["learning_rate"]), "all weights in bfloat16")
     if message is not None:
         help = "set a `deepspeed:`, such as zero2, which keeps the weights in float32 beside"
         yield say("warning", "steps-rounded", "learning_rate", message, help)
 
 
-def _rounding(rate: float | None, trained: str) -> str | None:
+def _describe_rounding(rate: float | None, trained: str) -> str | None:
     """What a learning rate does to bfloat16 weights; None where it is large enough."""
     if rate is None or not 0 < rate < math.inf:
         return None

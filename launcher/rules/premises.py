@@ -31,20 +31,20 @@ def where(behaviour: str) -> Callable[[_Rule], _Rule]:
 
     Where nothing tells, it counts as far as its cited lines stand.
     """
-    return _marked(Premise(behaviour, True))
+    return _add_premise(Premise(behaviour, True))
 
 
 def unless(behaviour: str) -> Callable[[_Rule], _Rule]:
     """The rule is about commits that do not behave so; where nothing tells, it is silent."""
-    return _marked(Premise(behaviour, False))
+    return _add_premise(Premise(behaviour, False))
 
 
 def asks(behaviour: str) -> Callable[[_Rule], _Rule]:
     """The rule is about both kinds of commits, and asks which one it is at."""
-    return _marked(Premise(behaviour, None))
+    return _add_premise(Premise(behaviour, None))
 
 
-def _marked(premise: Premise) -> Callable[[_Rule], _Rule]:
+def _add_premise(premise: Premise) -> Callable[[_Rule], _Rule]:
     def mark(rule: _Rule) -> _Rule:
         rule.__dict__[_ATTRIBUTE] = (*premises_of(rule), premise)
         return rule

@@ -40,11 +40,11 @@ def register_rule(rule: Rule, backend: str, *keys: str) -> None:
         _REGISTERED.setdefault((backend, key), []).append(rule)
 
 
-def _stage(backend: str, key: str) -> str:
+def _find_stage(backend: str, key: str) -> str:
     return BACKENDS[backend].STAGES[key].stage or key
 
 
-def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
+def _import_rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
     rules = getattr(import_module(f"launcher.rules.{module}"), table)
     if isinstance(rules, Mapping):
         rules = rules[key]
@@ -53,16 +53,16 @@ def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
-    return (*_own_rules(backend, key), *_REGISTERED.get((backend, key), ()))
+    return (*_import_own_rules(backend, key), *_REGISTERED.get((backend, key), ()))
 
 
-def _own_rules(backend: str, key: str) -> tuple[Rule, ...]:
+def _import_own_rules(backend: str, key: str) -> tuple[Rule, ...]:
     own = BACKENDS[backend].STAGES[key].rules
     if own:
-        return _rules(own, key)
+        return _import_rules(own, key)
     if backend not in _FURTHER:
         return ()
-    return _rules(f"{backend}.arguments", _stage(backend, key))
+    return _import_rules(f"{backend}.arguments", _find_stage(backend, key))
 
 
 @cache
@@ -70,15 +70,15 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     """The rules of one entry script that need more than its arguments."""
     own = BACKENDS[backend].STAGES[key].rules
     if own:
-        return _rules(own, key, "STAGE_RULES")
-    key = _stage(backend, key)
+        return _import_rules(own, key, "STAGE_RULES")
+    key = _find_stage(backend, key)
     from launcher.rules import deepspeed, embedding, model, output, precision, split
 
     rules: list[StageRule] = []
     for module in (deepspeed, model, precision, embedding, output, split):
         rules += module.RULES.get(backend, {}).get(key, ())
     for name in _FURTHER.get(backend, ()):
-        rules += _rules(name, key)
+        rules += _import_rules(name, key)
     return tuple(rules)
 
 
@@ -99,10 +99,10 @@ def apply_in(context: Context) -> Iterator[Finding]:
         if not _is_due(rule, context):
             continue
         with suppress(NoSuchField):
-            yield from about(_subject(rule), as_it_stands(rule, rule(context), schema))
+            yield from about(_find_subject(rule), as_it_stands(rule, rule(context), schema))
 
 
-def _subject(rule: StageRule) -> About:
+def _find_subject(rule: StageRule) -> About:
     needed = getattr(rule, "needs", ())
     if "packages" in needed:
         return "machine"

@@ -25,10 +25,10 @@ def cites(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[_Function],
     lines and the functions around them and found the rule true. In a source where they are as at
     none of these commits, what the rule finds counts less (`as_it_stands`).
     """
-    return _attach(cites=places, reviewed=reviewed)
+    return _make_marker(cites=places, reviewed=reviewed)
 
 
-def _attach(**attributes: tuple[str, ...]) -> Callable[[_Function], _Function]:
+def _make_marker(**attributes: tuple[str, ...]) -> Callable[[_Function], _Function]:
     def mark(rule: _Function) -> _Function:
         rule.__dict__.update(attributes)
         return rule
@@ -42,12 +42,12 @@ Fact = Literal["attempts", "machine", "packages", "split"]
 
 def needs(*facts: Fact) -> Callable[[_Function], _Function]:
     """Name the facts that a rule needs: it does not apply where one of them is None."""
-    return _attach(needs=facts)
+    return _make_marker(needs=facts)
 
 
 def superseded_by(*facts: Fact) -> Callable[[_Function], _Function]:
     """Name the facts that say more than a rule: it does not apply where one of them is known."""
-    return _attach(superseded_by=facts)
+    return _make_marker(superseded_by=facts)
 
 
 @dataclass(frozen=True, slots=True)

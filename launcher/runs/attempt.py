@@ -75,12 +75,12 @@ class Command:
         """
         text = ""
         for path, content in self.files.items():
-            text += _here_document(Path(path), content)
-        words = [self._assignment(name) for name in self.env]
+            text += _render_here_document(Path(path), content)
+        words = [self._render_assignment(name) for name in self.env]
         words += [_quote(word) for word in self.argv]
         return text + " ".join(words)
 
-    def _assignment(self, name: str) -> str:
+    def _render_assignment(self, name: str) -> str:
         value = self.env[name]
         if value == f"${self.variables.get(name)}":
             return f'{name}="{value}"'
@@ -93,7 +93,7 @@ class Command:
         return replace(command, variables=self.variables)
 
 
-def _here_document(path: Path, text: str) -> str:
+def _render_here_document(path: Path, text: str) -> str:
     """Shell lines that write a file and make its folder; nothing in the text is expanded."""
     end = _END_OF_FILE
     while end in text:
@@ -156,7 +156,7 @@ class Attempt:
 
     def command(self, environ: Mapping[str, str]) -> Command:
         """The command in the whole environment that it runs in; `environ` is the starter's own."""
-        job_variables = self._job_variables(environ)
+        job_variables = self._find_job_variables(environ)
         env = {**self.environ, **job_variables, **self.env}
         # for a single GPU the command names one; which one is the job's to say
         visible = job_variables.get("CUDA_VISIBLE_DEVICES")
@@ -164,7 +164,7 @@ class Attempt:
             env["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
         return Command(argv=self.argv, env=env, cwd=Path(self.cwd))
 
-    def _job_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def _find_job_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """What a scheduler set for its job, if the attempt was not prepared in that job."""
         job = environ.get("SLURM_JOB_ID")
         if not job or job == self.environ.get("SLURM_JOB_ID"):
@@ -175,17 +175,17 @@ class Attempt:
                 variables[name] = value
         return variables
 
-    def _raw(self) -> bytes:
+    def _encode(self) -> bytes:
         # ASCII, as an environment need not be UTF-8
         return json.dumps(asdict(self), indent=1).encode("ascii")
 
     def digest(self) -> str:
-        return hashlib.sha256(self._raw()).hexdigest()
+        return hashlib.sha256(self._encode()).hexdigest()
 
     def write(self, folder: RunFolder) -> None:
         """Write `start.json`, readable by its owner alone. Raises NotReady."""
         with rundir.writing(folder.path):
-            files.write_bytes(folder.start, self._raw(), mode=0o600)
+            files.write_bytes(folder.start, self._encode(), mode=0o600)
 
 
 def read_attempt(folder: RunFolder) -> Attempt:
@@ -219,7 +219,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
         if parents:
             # the folders above as they are named, and those that links among them lead to
             for above in dict.fromkeys([*path.parents, *path.resolve().parents]):
-                reason = _replaceable_by_others(above)
+                reason = _explain_replaceable(above)
                 if reason is not None:
                     return reason
     except OSError as error:
@@ -227,7 +227,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
     return None
 
 
-def _replaceable_by_others(above: Path) -> str | None:
+def _explain_replaceable(above: Path) -> str | None:
     """Why somebody else can replace what lies in a folder; None if nobody can. Raises OSError."""
     status = above.stat()
     if status.st_uid not in (os.geteuid(), 0, _NOBODY):

@@ -91,7 +91,7 @@ def parse_event(raw: bytes, left_out: list[Omission] | None = None) -> dict[str,
         if line:
             codec.note_omission(left_out, "event", name, Misfit("a text"))
         return None
-    readers = _readers_of(name)
+    readers = _build_readers(name)
     event: dict[str, Any] = {}
     for key, value in line.items():
         if key not in readers:
@@ -121,6 +121,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=64)
-def _readers_of(name: str) -> Mapping[str, codec.Reader]:
+def _build_readers(name: str) -> Mapping[str, codec.Reader]:
     kinds = {**COMMON, **FIELDS.get(name, {})}
     return {key: codec.reader_of(kind) for key, kind in kinds.items()}

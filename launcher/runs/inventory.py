@@ -77,12 +77,12 @@ class Inventory:
             "output": self.output,
             "inode": self.inode,
             "began_ns": self.began_ns,
-            "before": _rows_of(self.before),
-            "written": _rows_of(self.written),
+            "before": _encode_states(self.before),
+            "written": _encode_states(self.written),
         }
 
 
-def _rows_of(states: Mapping[str, FileState] | None) -> dict[str, list[object]] | None:
+def _encode_states(states: Mapping[str, FileState] | None) -> dict[str, list[object]] | None:
     if states is None:
         return None
     rows: dict[str, list[object]] = {}
@@ -166,18 +166,18 @@ def record_before(folder: RunFolder, attempt: int, output: Path | None) -> None:
         before = {}
         with trees.open_tree(place) as root:
             inode = os.fstat(root).st_ino
-            for entry in _trainer_files(root, budget):
+            for entry in _walk_trainer_files(root, budget):
                 before[entry.path] = file_state(entry.status)
         record = Inventory(
             output=str(place),
             inode=inode,
-            began_ns=_file_system_time_ns(place),
+            began_ns=_read_file_system_time_ns(place),
             before=None if budget.spent else before,
         )
         files.write_json(folder.inventory(attempt), record.as_json())
 
 
-def _file_system_time_ns(output: Path) -> int:
+def _read_file_system_time_ns(output: Path) -> int:
     with tempfile.TemporaryFile(dir=output / lease.FOLDER) as probe:
         return os.fstat(probe.fileno()).st_mtime_ns
 
@@ -195,7 +195,7 @@ def record_written(folder: RunFolder, attempt: int, *, late: bool = False) -> No
     if late:
         last_ns = last_activity_ns(folder, attempt) + int(AFTER_S * 1e9)
     with contextlib.suppress(OSError):
-        completed = _with_written(record, last_ns)
+        completed = _add_written_files(record, last_ns)
         files.write_json(folder.inventory(attempt), completed.as_json())
 
 
@@ -204,7 +204,7 @@ def last_activity_ns(folder: RunFolder, attempt: int) -> int:
     paths = [folder.console(attempt), folder.exit(attempt), *folder.probe.glob("*.jsonl")]
     output = rundir.read_manifest(folder).output
     if output is not None:
-        paths += _leases_of_attempt(output, folder, attempt)
+        paths += _find_leases_of_attempt(output, folder, attempt)
     last = 0
     for path in paths:
         with contextlib.suppress(OSError):
@@ -212,7 +212,7 @@ def last_activity_ns(folder: RunFolder, attempt: int) -> int:
     return last
 
 
-def _leases_of_attempt(output: Path, folder: RunFolder, attempt: int) -> Iterator[Path]:
+def _find_leases_of_attempt(output: Path, folder: RunFolder, attempt: int) -> Iterator[Path]:
     for each in lease.all_leases(output):
         if Path(each.run).name != folder.path.name:
             continue
@@ -220,13 +220,13 @@ def _leases_of_attempt(output: Path, folder: RunFolder, attempt: int) -> Iterato
             yield each.path
 
 
-def _with_written(record: Inventory, last_ns: int | None) -> Inventory:
+def _add_written_files(record: Inventory, last_ns: int | None) -> Inventory:
     digest_until = time.monotonic() + DIGEST_S
     written = {}
     with trees.open_tree(Path(record.output)) as root:
         inode = os.fstat(root).st_ino
         budget = Budget(names=MAX_NAMES, seconds=END_S)
-        for entry in _trainer_files(root, budget):
+        for entry in _walk_trainer_files(root, budget):
             state = file_state(entry.status)
             if not _is_new(record, entry.path, state):
                 continue
@@ -261,7 +261,7 @@ def file_digest(entry: TreeEntry) -> str | None:
         return None
 
 
-def _trainer_files(root: int, budget: Budget) -> Iterator[TreeEntry]:
+def _walk_trainer_files(root: int, budget: Budget) -> Iterator[TreeEntry]:
     """The files and links in an output folder that have names a trainer gives."""
     for entry in trees.walk(root, budget, _is_trainer_folder):
         if stat.S_ISLNK(entry.status.st_mode):

@@ -130,8 +130,8 @@ class Lease:
             owner = self.owner.as_json()
         content = {"run": self.run, "state": self.state, "returncode": self.code, "owner": owner}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        raw = json.dumps(content, indent=1).encode()
-        files.write_bytes(self.path, raw, durable=True, mode=_MODE)
+        text = json.dumps(content, indent=1)
+        files.write_bytes(self.path, text.encode(), durable=True, mode=_MODE)
 
     def release(self) -> None:
         """Delete it, unless a supervisor has taken it over."""
@@ -144,7 +144,7 @@ class Lease:
         with contextlib.suppress(OSError):
             self.path.unlink()
             self.manifest.unlink(missing_ok=True)
-            if not _fences_in(folder):
+            if not _read_fences(folder):
                 self.lock.unlink(missing_ok=True)
                 for empty in (folder, *folder.parents[: len(FOLDER.parts) - 1]):
                     empty.rmdir()
@@ -180,17 +180,17 @@ def newest_lease(output: Path | None) -> Lease | None:
     """The lease that is, or was last, in force for an output folder."""
     if output is None:
         return None
-    fences = _fences_in(output / FOLDER)
+    fences = _read_fences(output / FOLDER)
     if not fences:
         return None
-    return read_lease(_lease_file(output, fences[-1]))
+    return read_lease(_locate_lease(output, fences[-1]))
 
 
 def all_leases(output: Path) -> list[Lease]:
     """Every readable lease of an output folder, oldest first."""
     leases = []
-    for fence in _fences_in(output / FOLDER):
-        lease = read_lease(_lease_file(output, fence))
+    for fence in _read_fences(output / FOLDER):
+        lease = read_lease(_locate_lease(output, fence))
         if lease is not None:
             leases.append(lease)
     return leases
@@ -201,18 +201,18 @@ def read_manifests(output: Path | None) -> list[Manifest]:
     if output is None:
         return []
     manifests = []
-    for fence in _fences_in(output / FOLDER):
+    for fence in _read_fences(output / FOLDER):
         content = rundir.read_json(output / FOLDER / f"run-{fence}.json")
         if content:
             manifests.append(Manifest(content))
     return manifests
 
 
-def _lease_file(output: Path, fence: int) -> Path:
+def _locate_lease(output: Path, fence: int) -> Path:
     return output / FOLDER / f"lease-{fence}.json"
 
 
-def _fences_in(folder: Path) -> list[int]:
+def _read_fences(folder: Path) -> list[int]:
     fences = []
     for name in files.names(folder):
         match = _NAME.match(name)
@@ -241,13 +241,13 @@ def require_free(output: Path | None) -> int:
     for lease in reversed(all_leases(output)):
         reason = reason_held(lease)
         if reason is not None:
-            raise NotReady(_held_finding(lease, str(output), reason))
+            raise NotReady(_report_held(lease, str(output), reason))
     return newest.fence + 1
 
 
 def find_successor(own: Lease) -> Lease | None:
     """A newer lease of another owner that is in force; None if there is none."""
-    for fence in reversed(_fences_in(own.path.parent)):
+    for fence in reversed(_read_fences(own.path.parent)):
         if fence <= own.fence:
             return None
         lease = read_lease(own.path.with_name(f"lease-{fence}.json"))
@@ -261,18 +261,18 @@ def _require_no_obstacle(output: Path) -> None:
     folder = output / FOLDER
     for path in (*reversed(folder.parents), folder):
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise _obstacle(output, path, "a folder")
+            raise _report_obstacle(output, path, "a folder")
     must_be_files = [folder / "lock"]
-    for fence in _fences_in(folder):
-        must_be_files.append(_lease_file(output, fence))
+    for fence in _read_fences(folder):
+        must_be_files.append(_locate_lease(output, fence))
     for path in must_be_files:
         # any other kind counts as an unreadable lease until it has been silent for long enough
         if os.path.islink(path) or os.path.isdir(path):
-            raise _obstacle(output, path, "a file")
+            raise _report_obstacle(output, path, "a file")
 
 
-def _obstacle(output: Path, path: Path, needed: str) -> NotReady:
-    message = f"{output} cannot be reserved for this run: {path} {_kind_of(path)}, "
+def _report_obstacle(output: Path, path: Path, needed: str) -> NotReady:
+    message = f"{output} cannot be reserved for this run: {path} {_describe_kind(path)}, "
     message += f"and must be {needed}"
     remove = "rm"
     if os.path.isdir(path) and not os.path.islink(path):
@@ -283,7 +283,7 @@ def _obstacle(output: Path, path: Path, needed: str) -> NotReady:
     return not_ready("bad-lease", message, help, file=str(path))
 
 
-def _kind_of(path: Path) -> str:
+def _describe_kind(path: Path) -> str:
     if os.path.isdir(path):
         return "is a folder"
     if os.path.islink(path):
@@ -348,7 +348,7 @@ def is_locked(lock_file: Path) -> bool:
         os.close(lock)
 
 
-def _held_finding(lease: Lease, output: str, reason: str) -> Finding:
+def _report_held(lease: Lease, output: str, reason: str) -> Finding:
     name = Path(lease.run).name or "another run"
     owner = lease.owner
     where = ""
@@ -367,7 +367,7 @@ def _held_finding(lease: Lease, output: str, reason: str) -> Finding:
 def acquire(output: Path, run: Path) -> Lease:
     """Take the lease of an output folder. Raises NotReady if it is held, or cannot be written."""
     # two starts that found the same number want the same file, and one of them gets it
-    path = _lease_file(output, require_free(output))
+    path = _locate_lease(output, require_free(output))
     lease = Lease(path=path, run=str(run), owner=process.identify(os.getpid()))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -376,7 +376,7 @@ def acquire(output: Path, run: Path) -> Lease:
         lease.write()
     except FileExistsError:
         winner = read_lease(path) or Lease(path=path)
-        raise NotReady(_held_finding(winner, str(output), "")) from None
+        raise NotReady(_report_held(winner, str(output), "")) from None
     except OSError as error:
         message = f"the output folder cannot be written: {error.strerror}"
         help = "choose another output_dir"
@@ -401,7 +401,7 @@ def heartbeat(
     # a full disk must not end the run
     with contextlib.suppress(OSError):
         own.write()
-    threading.Thread(target=_beat, args=(own, ended, overtaken), daemon=True).start()
+    threading.Thread(target=_renew_until_ended, args=(own, ended, overtaken), daemon=True).start()
 
     def record_end(state: str, code: int) -> None:
         ended.set()
@@ -416,7 +416,9 @@ def heartbeat(
         raise
 
 
-def _beat(own: Lease, ended: threading.Event, overtaken: Callable[[Lease], None]) -> None:
+def _renew_until_ended(
+    own: Lease, ended: threading.Event, overtaken: Callable[[Lease], None]
+) -> None:
     manifest = rundir.read_json(own.manifest)
     while not ended.wait(BEAT_S):
         successor = find_successor(own)

@@ -65,22 +65,22 @@ class _ListedRun:
     entry: str
 
 
-def _row_of(run: str, output: str | None) -> _ListedRun:
+def _make_row(run: str, output: str | None) -> _ListedRun:
     return _ListedRun(run, output, rundir.entry_name(Path(run)))
 
 
 def register_output(run: Path, output: str | None) -> None:
     """Add a run to the list, with the output of its manifest."""
-    _append([_row_of(str(run.absolute()), _canonical(output))])
+    _append_rows([_make_row(str(run.absolute()), _resolve_output(output))])
 
 
-def _canonical(output: str | None) -> str | None:
+def _resolve_output(output: str | None) -> str | None:
     if output is None:
         return None
     return str(canonical(Path(output)))
 
 
-def _append(rows: Iterable[_ListedRun]) -> None:
+def _append_rows(rows: Iterable[_ListedRun]) -> None:
     lines = ""
     for row in rows:
         lines += json.dumps([row.run, row.output, row.entry]) + "\n"
@@ -113,7 +113,7 @@ def outputs_by_run(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
     Runs that are not on the list are read from their manifests, newest first, for at most `seconds`
     (None: all of them); the next call continues.
     """
-    changed = _change_stamp()
+    changed = _read_change_stamp()
     if changed == _cache.changed:
         return _cache.outputs
     rows = _read_list()
@@ -123,21 +123,21 @@ def outputs_by_run(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
         allowed_s = seconds - _cache.spent_s
     added = []
     complete = True
-    for run in _runs_not_in(rows):
+    for run in _find_unlisted_runs(rows):
         if time.monotonic() - started > allowed_s:
             complete = False
             break
-        added.append(_row_of(run, _output_of(run)))
+        added.append(_make_row(run, _read_output(run)))
     _cache.spent_s += time.monotonic() - started
     if added:
-        _append(added)
-        changed = _change_stamp()
+        _append_rows(added)
+        changed = _read_change_stamp()
     _cache.outputs = {row.run: row.output for row in [*rows, *added] if row.output is not None}
     _cache.changed = changed if complete else ()
     return _cache.outputs
 
 
-def _change_stamp() -> tuple[int | None, ...]:
+def _read_change_stamp() -> tuple[int | None, ...]:
     """Another value whenever a run has started since, in this folder or elsewhere."""
     state = rundir.state_folder()
     root = rundir.runs_root()
@@ -179,7 +179,7 @@ def _parse_row(line: object) -> _ListedRun | None:
     return _ListedRun(run, output, entry)
 
 
-def _runs_not_in(rows: Iterable[_ListedRun]) -> Iterator[str]:
+def _find_unlisted_runs(rows: Iterable[_ListedRun]) -> Iterator[str]:
     """Run folders that are not on the list, newest first: of the runs folder, then of the index."""
     listed_runs = {row.run for row in rows}
     listed_entries = {row.entry for row in rows}
@@ -196,7 +196,7 @@ def _runs_not_in(rows: Iterable[_ListedRun]) -> Iterator[str]:
                 yield os.fsdecode(files.read_bytes(index / name))
 
 
-def _output_of(run: str) -> str | None:
+def _read_output(run: str) -> str | None:
     """The canonical output of a run, from the beginning of its manifest if that has it."""
     try:
         with files.open_regular(Path(run, "run.json"), 0) as stream:
@@ -206,11 +206,11 @@ def _output_of(run: str) -> str | None:
     match = _OUTPUT.search(head)
     if match is not None:
         with contextlib.suppress(ValueError):
-            return _canonical(json.loads(match[1]))
+            return _resolve_output(json.loads(match[1]))
     output = rundir.read_manifest(RunFolder(Path(run))).output
     if output is None:
         return None
-    return _canonical(str(output))
+    return _resolve_output(str(output))
 
 
 def find_neighbours(
@@ -224,9 +224,9 @@ def find_neighbours(
     place = canonical(output)
     budget = budget or Budget(names=START_NAMES, seconds=START_S)
     candidates = [
-        *_leased_above(place),
-        *_leased_below(place, budget),
-        *_listed_neighbours(place, seconds),
+        *_find_leased_above(place),
+        *_find_leased_below(place, budget),
+        *_find_listed_neighbours(place, seconds),
     ]
     neighbours: dict[tuple[str, str], Neighbour] = {}
     for neighbour in candidates:
@@ -235,10 +235,10 @@ def find_neighbours(
         key = (neighbour.name, str(neighbour.output))
         if key not in neighbours or neighbour.live:
             neighbours[key] = neighbour
-    return sorted(neighbours.values(), key=_live_first)
+    return sorted(neighbours.values(), key=_order_live_first)
 
 
-def _live_first(neighbour: Neighbour) -> tuple[bool, str]:
+def _order_live_first(neighbour: Neighbour) -> tuple[bool, str]:
     return not neighbour.live, str(neighbour.output)
 
 
@@ -247,13 +247,13 @@ def _is_same_run(run: str, own: Path) -> bool:
     return Path(run).name == own.name
 
 
-def _leased_above(place: Path) -> Iterator[Neighbour]:
-    yield from _leased_in(place, "here")
+def _find_leased_above(place: Path) -> Iterator[Neighbour]:
+    yield from _find_leased_in(place, "here")
     for above in place.parents:
-        yield from _leased_in(above, "above")
+        yield from _find_leased_in(above, "above")
 
 
-def _leased_below(place: Path, budget: Budget) -> Iterator[Neighbour]:
+def _find_leased_below(place: Path, budget: Budget) -> Iterator[Neighbour]:
     """Breadth first, on the file system of `place`, without following links."""
     try:
         device = os.lstat(place).st_dev
@@ -263,14 +263,14 @@ def _leased_below(place: Path, budget: Budget) -> Iterator[Neighbour]:
     while waiting:
         folder = waiting.popleft()
         if folder != place:
-            yield from _leased_in(folder, "inside")
-        for below in _folders_in(folder, budget):
+            yield from _find_leased_in(folder, "inside")
+        for below in _list_folders(folder, budget):
             with contextlib.suppress(OSError):
                 if os.lstat(below).st_dev == device:
                     waiting.append(below)
 
 
-def _folders_in(folder: Path, budget: Budget) -> list[Path]:
+def _list_folders(folder: Path, budget: Budget) -> list[Path]:
     folders = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -281,7 +281,7 @@ def _folders_in(folder: Path, budget: Budget) -> list[Path]:
     return folders
 
 
-def _leased_in(output: Path, where: str) -> Iterator[Neighbour]:
+def _find_leased_in(output: Path, where: str) -> Iterator[Neighbour]:
     """The runs that have leases in a folder; only the newest can be live."""
     newest = lease.newest_lease(output)
     if newest is None:
@@ -291,14 +291,14 @@ def _leased_in(output: Path, where: str) -> Iterator[Neighbour]:
         yield Neighbour(output=output, run=each.run, where=where, live=live)
 
 
-def _listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour]:
+def _find_listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour]:
     name = place.name.casefold()
     for run, output in outputs_by_run(seconds=seconds).items():
-        where = _position(output, str(place))
+        where = _compare_places(output, str(place))
         # a file system may ignore case
-        if where is None and output.casefold().endswith(name):
-            is_same = trees.same_place(Path(output), place)
-            where = "here" if is_same else None
+        may_be_same = where is None and output.casefold().endswith(name)
+        if may_be_same and trees.same_place(Path(output), place):
+            where = "here"
         if where is None or not os.path.isdir(output):
             continue
         # the list may be outdated: the run may be gone, or write elsewhere since
@@ -308,7 +308,7 @@ def _listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour
         yield Neighbour(output=Path(output), run=run, where=where, live=False)
 
 
-def _position(output: str, place: str) -> str | None:
+def _compare_places(output: str, place: str) -> str | None:
     """Where a canonical folder lies of another; None if neither contains the other."""
     if output == place:
         return "here"

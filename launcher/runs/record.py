@@ -226,7 +226,7 @@ class _Field(Generic[_T]):
         return self.read(manifest, self.key)
 
 
-def _read_as(kind: type[_T]) -> Callable[[Manifest, str], _T]:
+def _make_reader(kind: type[_T]) -> Callable[[Manifest, str], _T]:
     def read(manifest: Manifest, key: str) -> _T:
         return codec.read_record(kind, manifest.part(key))
 
@@ -249,11 +249,11 @@ class Manifest(Record):
     samples = _Field(Record.number)
     contents = _Field(Record.items_of)
     caches = _Field(Record.items_of)
-    plan = _Field(_read_as(PlanRecord))
-    resume = _Field(_read_as(ResumeRecord))
-    upstream = _Field(_read_as(UpstreamRecord))
-    trainer = _Field(_read_as(TrainerRecord))
-    machine = _Field(_read_as(MachineRecord))
+    plan = _Field(_make_reader(PlanRecord))
+    resume = _Field(_make_reader(ResumeRecord))
+    upstream = _Field(_make_reader(UpstreamRecord))
+    trainer = _Field(_make_reader(TrainerRecord))
+    machine = _Field(_make_reader(MachineRecord))
 
     def argument(self, name: str) -> Any:
         return self.args.value(name, "value")

@@ -70,7 +70,7 @@ def find_rendezvous(
         return None
     scheduled = None
     if rank is None or address is None:
-        scheduled = _slurm_rendezvous(nodes, environ)
+        scheduled = _find_slurm_rendezvous(nodes, environ)
     if rank is None and scheduled is not None:
         rank = scheduled.rank
     if address is None and scheduled is not None:
@@ -117,7 +117,7 @@ def _parse_address(address: str | None, rank: int | None, nodes: int) -> tuple[s
     return match["host"], port
 
 
-def _slurm_rendezvous(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
+def _find_slurm_rendezvous(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
     job = environ.get("SLURM_JOB_ID", "")
     rank = environ.get("SLURM_NODEID", "")
     if not job.isdecimal() or not rank.isdecimal():
@@ -133,7 +133,7 @@ def _slurm_rendezvous(nodes: int, environ: Mapping[str, str]) -> Rendezvous | No
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     head = first_host(nodelist)
     # the name of a node may be unknown outside of Slurm; a batch job's first node started the step
-    if not _resolves(head):
+    if not _can_resolve(head):
         head = environ.get("SLURM_LAUNCH_NODE_IPADDR") or head
     port = JOB_PORTS[int(job) % len(JOB_PORTS)]
     return Rendezvous(nodes=nodes, rank=int(rank), address=head, port=port)
@@ -147,7 +147,7 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d*)[^\]]*\]", r"\1", match[0])
 
 
-def _resolves(host: str) -> bool:
+def _can_resolve(host: str) -> bool:
     try:
         return bool(host and socket.getaddrinfo(host, None))
     except (OSError, UnicodeError):

@@ -119,7 +119,7 @@ class RunFolder:
         return RunFolder(self.path / f"node{rank}")
 
     def nodes(self) -> list[RunFolder]:
-        workers = sorted(self.path.glob("node[1-9]*"), key=_by_number)
+        workers = sorted(self.path.glob("node[1-9]*"), key=_order_by_number)
         return [self, *(RunFolder(path) for path in workers)]
 
     def attempts(self) -> int:
@@ -132,7 +132,7 @@ class RunFolder:
         return last
 
 
-def _by_number(path: Path) -> tuple[int, str]:
+def _order_by_number(path: Path) -> tuple[int, str]:
     """The sort key by which `node10` follows `node9`."""
     return len(path.name), path.name
 
@@ -147,7 +147,7 @@ def choose_folder(
     if output is not None:
         # redacted, as in the manifest
         wanted = canonical(Path(redact(str(output))))
-        for folder in _runs_into(wanted, root):
+        for folder in _find_runs_into(wanted, root):
             manifest = read_manifest(folder)
             if manifest.stage != stage or manifest.output is None:
                 continue
@@ -156,7 +156,7 @@ def choose_folder(
     return free_folder(root, stage, name), 1
 
 
-def _runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
+def _find_runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
     """The runs that may have trained into a canonical folder, newest first."""
     for summary in summarize(newest_first(root)):
         if summary.output is None:
@@ -176,7 +176,7 @@ def free_folder(root: Path, kind: str, name: str) -> RunFolder:
     """A folder `<UTC time>-<kind>-<name>` that does not exist. Nothing is made."""
     time = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     safe_name = replace_unsafe(redact(name)).strip("-")[:_MAX_NAME_CHARS] or "run"
-    for path in _numbered(root / f"{time}-{kind}-{safe_name}"):
+    for path in _number_paths(root / f"{time}-{kind}-{safe_name}"):
         if not path.exists():
             return RunFolder(path)
     raise AssertionError("there is a number for every folder")
@@ -184,7 +184,7 @@ def free_folder(root: Path, kind: str, name: str) -> RunFolder:
 
 def reserve(folder: RunFolder) -> RunFolder:
     """Make a run folder, under another number if the name was taken meanwhile. Raises NotReady."""
-    for path in _numbered(folder.path):
+    for path in _number_paths(folder.path):
         with writing(path):
             path.parent.mkdir(OWN, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -193,7 +193,7 @@ def reserve(folder: RunFolder) -> RunFolder:
     raise AssertionError("there is a number for every folder")
 
 
-def _numbered(path: Path) -> Iterator[Path]:
+def _number_paths(path: Path) -> Iterator[Path]:
     """A path, then with `-2`, `-3` and so on appended."""
     yield path
     for number in itertools.count(2):
@@ -238,7 +238,7 @@ def read_manifest(folder: RunFolder) -> Manifest:
 
 def read_kept_manifest(folder: RunFolder, attempt: int) -> Manifest:
     """The manifest of an earlier attempt; empty if it was not kept."""
-    return Manifest(read_json(_kept_manifest(folder, attempt)))
+    return Manifest(read_json(_locate_kept_manifest(folder, attempt)))
 
 
 def keep_manifest(folder: RunFolder) -> None:
@@ -248,10 +248,10 @@ def keep_manifest(folder: RunFolder) -> None:
         return
     # a full disk costs a later comparison, not this start
     with contextlib.suppress(OSError):
-        files.write_json(_kept_manifest(folder, manifest.attempt), manifest)
+        files.write_json(_locate_kept_manifest(folder, manifest.attempt), manifest)
 
 
-def _kept_manifest(folder: RunFolder, attempt: int) -> Path:
+def _locate_kept_manifest(folder: RunFolder, attempt: int) -> Path:
     return folder.path / f"run.{attempt}.json"
 
 
@@ -261,7 +261,7 @@ def _kept_manifest(folder: RunFolder, attempt: int) -> Path:
 
 def is_judged(folder: RunFolder, attempt: int) -> bool:
     """Whether verdict.json is of the end of this attempt, by its digest."""
-    digest = _digest_of(folder.verdict)
+    digest = _digest_file(folder.verdict)
     return digest != _NO_VERDICT and _read_mark(folder, attempt)[:1] == [digest]
 
 
@@ -275,7 +275,7 @@ def mark_judged(folder: RunFolder, attempt: int, *, notify_pending: bool = False
 
     `notify_pending`: its `--on-finish` command is still to be called.
     """
-    words = _digest_of(folder.verdict)
+    words = _digest_file(folder.verdict)
     if notify_pending:
         words += f" {_PENDING}"
     _write_mark(folder, attempt, words)
@@ -315,7 +315,7 @@ def _write_mark(folder: RunFolder, attempt: int, words: str) -> None:
         folder.concluded(attempt).write_text(words)
 
 
-def _digest_of(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     try:
         return hashlib.sha256(files.read_bytes(path)).hexdigest()
     except OSError:
@@ -365,29 +365,29 @@ def registered(index: str, without: Iterable[Path] = ()) -> Iterator[Path]:
 def summarize(folders: Iterable[RunFolder]) -> list[RunSummary]:
     """The few facts that lists need of many runs, without reading all their manifests."""
     paths = (folder.path for folder in folders)
-    return summaries.summarize_runs(paths, _summaries_file())
+    return summaries.summarize_runs(paths, _locate_summaries())
 
 
-def _summaries_file() -> Path:
+def _locate_summaries() -> Path:
     return state_folder() / "summaries.json"
 
 
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
-    return [RunFolder(path) for path in _existing_runs(_known_paths())]
+    return [RunFolder(path) for path in _find_existing_runs(_find_known_paths())]
 
 
-def _existing_runs(paths: Iterable[Path]) -> list[Path]:
+def _find_existing_runs(paths: Iterable[Path]) -> list[Path]:
     """Those of the paths that are run folders, each once, by name."""
     existing = {path for path in paths if is_run(path)}
-    return sorted(existing, key=_by_name)
+    return sorted(existing, key=_order_by_name)
 
 
-def _by_name(path: Path) -> tuple[str, Path]:
+def _order_by_name(path: Path) -> tuple[str, Path]:
     return path.name, path
 
 
-def _known_paths() -> Iterator[Path]:
+def _find_known_paths() -> Iterator[Path]:
     """Folders that are, or were, those of runs."""
     root = runs_root()
     local = [root / name for name in files.names(root)]
@@ -395,7 +395,7 @@ def _known_paths() -> Iterator[Path]:
     # an entry is named after its folder: those of known folders need not be opened
     entries = set(files.names(state_folder() / "runs"))
     summarized = []
-    for path in summaries.kept_paths(_summaries_file()):
+    for path in summaries.kept_paths(_locate_summaries()):
         if entry_name(path) in entries:
             summarized.append(path)
     yield from summarized
@@ -415,14 +415,16 @@ def find_run(name: str) -> RunFolder | None:
     if is_run(path) or os.path.isfile(path / "start.json"):
         return RunFolder(path.absolute())
     if name == "last":
-        return _last_run()
+        return _find_last_run()
     # filtered by name first: there may be ten thousand
-    matches = _existing_runs(path for path in _known_paths() if path.name.startswith(name))
+    matches = _find_existing_runs(
+        path for path in _find_known_paths() if path.name.startswith(name)
+    )
     exact = [path for path in matches if path.name == name]
     if exact:
         matches = exact
     if not matches:
-        matches = _existing_runs(path for path in _known_paths() if _is_called(path, name))
+        matches = _find_existing_runs(path for path in _find_known_paths() if _has_name(path, name))
         # folders begin with the time
         matches = sorted(matches, key=lambda path: path.name)[-1:]
     if not matches:
@@ -434,13 +436,13 @@ def find_run(name: str) -> RunFolder | None:
     return RunFolder(matches[0])
 
 
-def _is_called(path: Path, name: str) -> bool:
+def _has_name(path: Path, name: str) -> bool:
     """Whether a folder `TIME-STAGE-NAME` has that NAME, or STAGE-NAME."""
     _, _, stage_and_name = path.name.partition("-")
     return name in (stage_and_name, stage_and_name.partition("-")[2])
 
 
-def _last_run() -> RunFolder | None:
+def _find_last_run() -> RunFolder | None:
     """The run that was started last: in this working folder if any, and begun if any.
 
     Runs of a pipeline, bench, ladder or tune do not count.
@@ -449,8 +451,8 @@ def _last_run() -> RunFolder | None:
     runs = summarize(known_runs())
     runs = [run for run in runs if not is_campaign_cached(run.path.parent)]
     # every attempt writes its manifest anew
-    runs.sort(key=_by_start, reverse=True)
-    candidates = _of_working_folder(runs) or runs
+    runs.sort(key=_order_by_start, reverse=True)
+    candidates = _select_of_working_folder(runs) or runs
     folders = [RunFolder(run.path) for run in candidates]
     for folder in folders:
         if has_begun(folder):
@@ -458,11 +460,11 @@ def _last_run() -> RunFolder | None:
     return folders[0] if folders else None
 
 
-def _by_start(run: RunSummary) -> tuple[float, str]:
+def _order_by_start(run: RunSummary) -> tuple[float, str]:
     return run.written, run.path.name
 
 
-def _of_working_folder(runs: Iterable[RunSummary]) -> list[RunSummary]:
+def _select_of_working_folder(runs: Iterable[RunSummary]) -> list[RunSummary]:
     cwd = redact(os.getcwd())
     return [run for run in runs if run.cwd == cwd]
 
@@ -474,7 +476,7 @@ def was_started_here(folder: RunFolder) -> bool:
 
 def runs_here() -> list[RunFolder]:
     """The known runs that were started in the working folder, oldest first."""
-    return [RunFolder(run.path) for run in _of_working_folder(summarize(known_runs()))]
+    return [RunFolder(run.path) for run in _select_of_working_folder(summarize(known_runs()))]
 
 
 # A campaign is a pipeline, bench, ladder or tune: one folder with a record that names its runs.
@@ -505,14 +507,14 @@ def find_campaign(name: str) -> RunFolder | None:
     if not name or "/" in name:
         return None
     places = {runs_root()}
-    for path in _known_paths():
+    for path in _find_known_paths():
         # a bench holds its runs, a pipeline lies beside them
         places |= {path.parent, path.parent.parent}
     matches = []
     for place in places:
         for folder in files.names(place):
             path = place / folder
-            if (folder == name or _is_called(path, name)) and is_campaign(path):
+            if (folder == name or _has_name(path, name)) and is_campaign(path):
                 matches.append(path)
     newest = max(matches, key=lambda path: path.name, default=None)
     return None if newest is None else RunFolder(newest)
@@ -541,7 +543,7 @@ def campaign_runs(folder: Path) -> list[RunFolder]:
         folder = campaign.path
     runs: dict[RunFolder, None] = {}
     for name in _RECORDS:
-        for path in _runs_named_in(read_json(folder / name)):
+        for path in _find_named_runs(read_json(folder / name)):
             if not os.path.isdir(path):
                 # the campaign's folder was moved, with the runs in it
                 path = folder / path.name
@@ -561,7 +563,7 @@ def _belongs_to(run: RunFolder, campaign: Path) -> bool:
     return entry_name(run.path) in files.names(state_folder() / "runs")
 
 
-def _runs_named_in(record: object) -> Iterator[Path]:
+def _find_named_runs(record: object) -> Iterator[Path]:
     """The values of all `run` keys, at any depth."""
     values: Iterable[object] = ()
     if isinstance(record, dict):
@@ -572,7 +574,7 @@ def _runs_named_in(record: object) -> Iterator[Path]:
     elif isinstance(record, list):
         values = record
     for value in values:
-        yield from _runs_named_in(value)
+        yield from _find_named_runs(value)
 
 
 def has_begun(folder: RunFolder) -> bool:

@@ -170,9 +170,9 @@ def run(
             console = open_private_log(folder.console(attempt))
         with console:
             try:
-                child = _start(command, env, console, pass_fds)
+                child = _start_command(command, env, console, pass_fds)
             except NotReady:
-                ended = _exit_of(127, None, started, attempt)
+                ended = _make_exit(127, None, started, attempt)
                 reserve.write(folder.exit(attempt), asdict(ended))
                 raise
         leader = process.identify(child.pid)
@@ -183,7 +183,7 @@ def run(
             "attempt": attempt,
             "started": started,
             "keeper": supervisor.as_json(),
-            "folder": _device_and_inode(folder.path),
+            "folder": _read_device_and_inode(folder.path),
         }
         # private: a stop ends the processes that it names
         reserve.write(folder.process, record, files.write_private_json)
@@ -193,7 +193,7 @@ def run(
         if watch.hangs:
             # nobody asked for it
             stopped = None
-        ended = _exit_of(child.wait(), stopped, started, attempt)
+        ended = _make_exit(child.wait(), stopped, started, attempt)
         if save is not None:
             late_s = save.grace_s if watch.late else None
             ended = replace(ended, preempted=save.is_answered(), grace_s=late_s)
@@ -203,7 +203,7 @@ def run(
     return ended
 
 
-def _start(
+def _start_command(
     command: Command, env: Mapping[str, str], console: BinaryIO, pass_fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own, with its output in `console`. Raises NotReady."""
@@ -293,7 +293,7 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
-def _exit_of(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
+def _make_exit(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
     """`code` is negative for a signal, as `subprocess` has it."""
     killed_by = None
     returncode = code
@@ -396,8 +396,8 @@ def read_processes(folder: RunFolder) -> Processes:
 
 def _is_copy(folder: RunFolder, mark: str, recorded: Sequence[int]) -> bool:
     """Whether a run folder is a copy of `mark`, where it was recorded: not the same, nor moved."""
-    current = _device_and_inode(folder.path)
-    if mark == str(folder.path) or _device_and_inode(Path(mark)) == current:
+    current = _read_device_and_inode(folder.path)
+    if mark == str(folder.path) or _read_device_and_inode(Path(mark)) == current:
         return False
     if os.path.exists(mark):
         return True
@@ -405,7 +405,7 @@ def _is_copy(folder: RunFolder, mark: str, recorded: Sequence[int]) -> bool:
     return not was_moved
 
 
-def _device_and_inode(path: Path) -> list[int]:
+def _read_device_and_inode(path: Path) -> list[int]:
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -498,7 +498,7 @@ class _Watch:
             self._check_hang(tree)
             if self.signal is not None:
                 stopped = self.signal
-                self._stop(pid, tree, stopped)
+                self._stop_processes(pid, tree, stopped)
                 break
             self._reap_orphans(pid, tree)
             time.sleep(POLL_S)
@@ -584,7 +584,7 @@ class _Watch:
             self._reap_orphans(pid, tree)
             time.sleep(SHORT_POLL_S)
 
-    def _stop(self, pid: int, tree: ProcessTree, first: int) -> None:
+    def _stop_processes(self, pid: int, tree: ProcessTree, first: int) -> None:
         """`first` to the group, TERM to all, KILL to all; a further signal ends each wait."""
         # remember them all, even if they lose their parents meanwhile
         tree.living()
@@ -630,7 +630,7 @@ def _signal_until_gone(
 def end_orphans(folder: RunFolder, grace: Grace, attempt: int) -> None:
     """End the processes of a run without a working supervisor: INT, TERM, KILL; record that."""
     processes = read_processes(folder)
-    tree = _trusted_tree(folder, processes)
+    tree = _find_trusted_tree(folder, processes)
     last_signal = None
     steps = [(signal.SIGINT, grace[0]), (signal.SIGTERM, grace[1]), (signal.SIGKILL, KILLED_S)]
     for number, seconds in steps:
@@ -638,12 +638,12 @@ def end_orphans(folder: RunFolder, grace: Grace, attempt: int) -> None:
             last_signal = number
             _signal_until_gone(tree, number, seconds)
     if last_signal is not None:
-        ended = _exit_of(-last_signal, signal.SIGINT, processes.started, attempt)
+        ended = _make_exit(-last_signal, signal.SIGINT, processes.started, attempt)
         with contextlib.suppress(OSError):
             files.write_json(folder.exit(attempt), asdict(ended))
 
 
-def _trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
+def _find_trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
     """The processes that a stop may end: those with the mark of this run, and what they started.
 
     Those that `process.json` names are added if nobody else can have written it and they are what
@@ -666,7 +666,7 @@ def _trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
 
 def signal_supervisor(folder: RunFolder, number: int) -> bool:
     """Signal the supervisor of a run; whether it lives. Raises PermissionError from the kernel."""
-    supervisor = _trusted_tree(folder, read_processes(folder)).supervisor
+    supervisor = _find_trusted_tree(folder, read_processes(folder)).supervisor
     if supervisor is None:
         return False
     try:

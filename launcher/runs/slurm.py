@@ -139,7 +139,7 @@ def batch_script(
     before its end the run is asked to save. Then the job goes back into the queue.
     """
     requeues = "no-requeue" not in options
-    log_pattern = _log_pattern(folder)
+    log_pattern = _make_log_pattern(folder)
     directives: dict[str, str | None] = {
         "job-name": rundir.replace_unsafe(folder.name).strip("-") or "launch",
         "nodes": str(nodes),
@@ -156,7 +156,7 @@ def batch_script(
     directives.update(options)
 
     lines = ["#!/bin/sh"]
-    lines += [_directive(name, value) for name, value in directives.items()]
+    lines += [_render_directive(name, value) for name, value in directives.items()]
     lines.append("")
     if log_pattern is None:
         lines.append(_REDIRECT.format(log=shlex.quote(str(folder / LOG))))
@@ -209,7 +209,7 @@ while signalled=; wait $job; code=$?; [ "$signalled" ]; do :; done"""
 _QUEUE_AGAIN = '[ "$again" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"'
 
 
-def _log_pattern(folder: Path) -> str | None:
+def _make_log_pattern(folder: Path) -> str | None:
     """The job's log as sbatch's filename pattern; None if no pattern can express it."""
     path = str(folder / LOG)
     # a backslash anywhere disables all patterns, and is dropped
@@ -218,7 +218,7 @@ def _log_pattern(folder: Path) -> str | None:
     return path.replace("%", "%%")
 
 
-def _directive(name: str, value: str | None) -> str:
+def _render_directive(name: str, value: str | None) -> str:
     if value is None:
         return f"#SBATCH --{name}"
     if not re.fullmatch(r"[A-Za-z0-9._:,=@/+%-]+", value):
@@ -258,8 +258,11 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     path = folder.path / SCRIPT
     with rundir.writing(folder.path):
         files.write_bytes(path, os.fsencode(text))
-    passed = {name: value for name, value in environ.items() if _is_passed(name)}
-    answer = _call(["sbatch", "--parsable", str(path)], passed, TIMEOUT_S).strip()
+    passed = {}
+    for name, value in environ.items():
+        if _is_passed(name):
+            passed[name] = value
+    answer = _call_slurm(["sbatch", "--parsable", str(path)], passed, TIMEOUT_S).strip()
     match = re.fullmatch(r"(\d+)(?:;.*)?", answer)
     if match is None:
         raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
@@ -284,7 +287,7 @@ def job_states(environ: Mapping[str, str] | None = None) -> dict[str, str] | Non
         return None
     argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A %T"]
     try:
-        answer = _call(argv, environ, None)
+        answer = _call_slurm(argv, environ, None)
     except NotReady:
         return None
     states = {}
@@ -323,7 +326,7 @@ def cancel(job: str, environ: Mapping[str, str] | None = None) -> None:
 
     Cancelling a job that is over succeeds.
     """
-    _call(["scancel", job], environ, TIMEOUT_S)
+    _call_slurm(["scancel", job], environ, TIMEOUT_S)
 
 
 def take_limit_mark(folder: RunFolder) -> bool:
@@ -334,7 +337,9 @@ def take_limit_mark(folder: RunFolder) -> bool:
     return False
 
 
-def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float | None) -> str:
+def _call_slurm(
+    argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float | None
+) -> str:
     """The output of a Slurm command. Raises NotReady if it fails.
 
     Without `timeout_s` it shares the limit of all tools.

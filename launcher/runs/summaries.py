@@ -59,13 +59,13 @@ def summarize_runs(paths: Iterable[Path], cache_file: Path) -> list[RunSummary]:
     summaries = []
     added: dict[str, object] = {}
     for path in paths:
-        status = _manifest_status(path)
+        status = _stat_manifest(path)
         if status is None:
             continue
         stamp = [status.st_ino, status.st_mtime_ns, status.st_size]
-        values = _valid_values(cached.get(str(path)), stamp)
+        values = _validate_row(cached.get(str(path)), stamp)
         if values is None:
-            values = _values_of(path)
+            values = _read_values(path)
             added[str(path)] = [stamp, values]
         fields = dict(zip(_FIELDS, values, strict=True))
         summaries.append(RunSummary(path=path, written=status.st_mtime, **fields))
@@ -79,7 +79,7 @@ def kept_paths(cache_file: Path) -> list[Path]:
     return [Path(name) for name in _read_cache(cache_file)]
 
 
-def _manifest_status(path: Path) -> os.stat_result | None:
+def _stat_manifest(path: Path) -> os.stat_result | None:
     try:
         status = os.stat(f"{path}/{MANIFEST}")
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def _read_cache(cache_file: Path) -> Mapping[str, object]:
     return runs
 
 
-def _valid_values(row: object, stamp: list[int]) -> list[str | None] | None:
+def _validate_row(row: object, stamp: list[int]) -> list[str | None] | None:
     """The values of a cached row; None if it is damaged or of another manifest."""
     if not isinstance(row, list) or len(row) != 2 or row[0] != stamp:
         return None
@@ -110,7 +110,7 @@ def _valid_values(row: object, stamp: list[int]) -> list[str | None] | None:
     return values
 
 
-def _values_of(path: Path) -> list[str | None]:
+def _read_values(path: Path) -> list[str | None]:
     """The values of `_FIELDS`, from the manifest."""
     manifest = Manifest(_read_content(path / MANIFEST))
     output = manifest.text("output")
@@ -153,7 +153,10 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _write_cache(
     cache_file: Path, cached: Mapping[str, object], added: Mapping[str, object]
 ) -> None:
-    rows = {name: row for name, row in cached.items() if os.path.isdir(name)}
+    rows: dict[str, object] = {}
+    for name, row in cached.items():
+        if os.path.isdir(name):
+            rows[name] = row
     rows.update(added)
     raw = json.dumps({"version": _VERSION, "runs": rows}).encode()
     # without a writable state folder the next command reads the manifests again

@@ -41,15 +41,15 @@ class UsageSample:
     gpus: tuple[GpuSample, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        content = _without_none(asdict(self))
+        content = _drop_none(asdict(self))
         if self.gpus:
-            content["gpus"] = [_without_none(asdict(gpu)) for gpu in self.gpus]
+            content["gpus"] = [_drop_none(asdict(gpu)) for gpu in self.gpus]
         else:
             del content["gpus"]
         return content
 
 
-def _without_none(fields: dict[str, object]) -> dict[str, object]:
+def _drop_none(fields: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -314,7 +314,7 @@ def test_the_checkpoint_that_a_run_continues_from(
     expected = upstream.ask("checkpoint", folder=str(folder))["name"]
 
     context = Context(values=Values(launch.schema("sft"), {}), output=folder)
-    checkpoint = output._taken(context)
+    checkpoint = output._find_resumed(context)
 
     if expected is None:
         assert checkpoint is None

@@ -266,7 +266,7 @@ def test_a_supervisor_that_hangs_is_killed(world: World, monkeypatch: pytest.Mon
     folder = start_run(world, "ignore=INT", "child=session", "sleep=600")
     child = world.pid("child")
     os.kill(supervisor_pid(folder), signal.SIGSTOP)
-    monkeypatch.setattr(stop, "_patience_s", lambda _: 0.5)
+    monkeypatch.setattr(stop, "_compute_patience_s", lambda _: 0.5)
 
     ended = stop.stop(folder)
 

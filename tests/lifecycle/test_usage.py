@@ -135,7 +135,7 @@ def test_long_runs_are_sampled_at_longer_intervals(
     monkeypatch.setattr(sampling.time, "monotonic", lambda: float(next(clock)))
     thread = sampling.UsageThread(RunFolder(tmp_path), make_attempt())
     monkeypatch.setattr(thread.over, "wait", lambda _: next(looks_of_a_week, None) is None)
-    thread._sample()
+    thread._sample_until_over()
     assert (tmp_path / "usage.jsonl").stat().st_size < 600_000
 
 

@@ -21,7 +21,7 @@ SLURM = {
 
 @pytest.fixture
 def names_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_resolves", lambda _: True)
+    monkeypatch.setattr(rendezvous, "_can_resolve", lambda _: True)
 
 
 def slurm_rendezvous(**changes: str) -> Rendezvous:
@@ -72,7 +72,7 @@ def test_slurm_names_the_first_machine() -> None:
 def test_a_name_that_only_slurm_knows_is_replaced_by_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_resolves", lambda _: False)
+    monkeypatch.setattr(rendezvous, "_can_resolve", lambda _: False)
     assert slurm_rendezvous().address == "10.0.0.7"
 
 

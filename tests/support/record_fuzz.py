@@ -368,7 +368,7 @@ class Fuzz:
         self.healthy = Sleeper(scene.healthy)
         self.may_stop_healthy = False
         self.bug: str | None = None
-        patch.setattr(main, "_bug", self._note_bug)
+        patch.setattr(main, "_report_bug", self._note_bug)
         # building the command line anew for each command takes longer than most commands
         patch.setattr(main, "app", BuiltApp())
         kill = os.kill

@@ -102,7 +102,7 @@ def validate_config(
     fixes: dict[Path, Fix] = {}
     for path in paths if fix else ():
         try:
-            fixes[path] = _fix(path, shared)
+            fixes[path] = _fix_file(path, shared)
         except InvalidConfig:
             # judging the file says why it cannot be read
             continue
@@ -123,7 +123,9 @@ def validate_config(
         findings += of_file
     # a stage file beside the pipeline that names it is judged twice
     distinct = list(dict.fromkeys(findings))
-    return answer("validate-config", format, {"files": files}, map(_line, files), distinct, code)
+    return answer(
+        "validate-config", format, {"files": files}, map(_render_entry, files), distinct, code
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class _JudgedFile:
     findings: tuple[Finding, ...]
 
 
-def _fix(path: Path, shared: Shared) -> Fix:
+def _fix_file(path: Path, shared: Shared) -> Fix:
     """Apply the mechanical fixes of a file. Raises NotReady where it cannot be written."""
     from launcher.stage import fix
 
@@ -206,7 +208,7 @@ def _judge_pipeline(path: Path, shared: Shared) -> _JudgedFile:
     return _JudgedFile(path, facts, plan.findings)
 
 
-def _line(entry: Mapping[str, Any]) -> str:
+def _render_entry(entry: Mapping[str, Any]) -> str:
     line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if "stages" in entry:
         line += f" (a pipeline: {', '.join(entry['stages'])}"
@@ -253,7 +255,7 @@ def explain(
     if config is not None:
         loaded = load.load(config, overrides or ())
         request = shared.request(config=config, overrides=overrides or (), gpus=gpus)
-        derived = _derived(request, loaded)
+        derived = _derive_arguments(request, loaded)
     explained = explain.explain(
         key,
         locator=shared.locator,
@@ -296,7 +298,7 @@ def explain(
     return answer("explain", shared.format, data, [text], redactor=redactor)
 
 
-def _derived(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
+def _derive_arguments(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
     """What launch sets for this stage file, with the reason; nothing where it is invalid."""
     from launcher.planning import collect, prepare
     from launcher.planning.collect import Scope
@@ -489,7 +491,7 @@ def init(
         if lora:
             raise usage("useless-option", "--from takes LoRA from its file", "leave out --lora")
         replacements = Replacements(model=model or None, data=data or None)
-        return _convert(shared, source, stage, gpus, output, script_args, replacements)
+        return _convert_file(shared, source, stage, gpus, output, script_args, replacements)
     if script_args is not None:
         raise usage("useless-option", "--script-args is for a script of --from")
     stage = stage or "sft"
@@ -509,17 +511,17 @@ def init(
         model=model,
         data=data,
         gpus=1 if gpus is None else gpus,
-        output=_free_output(path),
+        output=_choose_free_output(path),
         environ=os.environ,
         lora=lora,
         is_pinned=shared.locator.find(backend).pinned,
     )
     findings = _judge_draft(shared, new, path)
-    _write(path, new.text(path))
+    _write_file(path, new.text(path))
     return _answer_init(shared, new, path, {"lost": []}, findings)
 
 
-def _convert(
+def _convert_file(
     shared: Shared,
     source: Path,
     stage: str | None,
@@ -536,7 +538,7 @@ def _convert(
         stage=stage,
         gpus=gpus,
         locator=shared.locator,
-        arguments=_script_arguments(script_args),
+        arguments=_split_script_args(script_args),
         replacements=replacements,
     )
     new = conversion.draft
@@ -545,13 +547,13 @@ def _convert(
     for file in files:
         _require_free(file)
     for file, content in files.items():
-        _write(file, content)
+        _write_file(file, content)
     convert.describe(conversion)
     findings = _judge_draft(shared, new, path)
     while convert.settle_refused(conversion, findings):
         convert.describe(conversion)
         findings = _judge_draft(shared, new, path)
-    _write(path, new.text(path))
+    _write_file(path, new.text(path))
     facts = {
         "gpus": new.gpus,
         "nodes": new.nodes,
@@ -570,7 +572,7 @@ def _judge_draft(shared: Shared, new: Draft, path: Path) -> tuple[Finding, ...]:
     return judge_stage_file(load.load(path, text=new.text(path)), locator=shared.locator).findings
 
 
-def _script_arguments(text: str | None) -> tuple[str, ...]:
+def _split_script_args(text: str | None) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text or ""))
     except ValueError as error:
@@ -578,7 +580,7 @@ def _script_arguments(text: str | None) -> tuple[str, ...]:
         raise usage("useless-option", message, "quote them as for the shell") from None
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
@@ -616,7 +618,7 @@ def _require_free(path: Path) -> Path:
     return path
 
 
-def _free_output(path: Path) -> str:
+def _choose_free_output(path: Path) -> str:
     """An output folder that no other stage file has: two models in one folder would be one run."""
     name = path.with_suffix("")
     if path.is_absolute() or ".." in path.parts:
@@ -635,7 +637,7 @@ shipped_files = App(
 app.add_typer(shipped_files, name="configs")
 
 
-def _shipped() -> dict[str, Path]:
+def _find_shipped() -> dict[str, Path]:
     folder = shipped("configs")
     return {str(path.relative_to(folder).with_suffix("")): path for path in files_of(folder)}
 
@@ -647,7 +649,7 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
         return
     rows = []
     lines = []
-    files = _shipped()
+    files = _find_shipped()
     width = max(map(len, files), default=0)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     for name, path in files.items():
@@ -671,7 +673,7 @@ def copy_config(
     from launcher.config.document import SUFFIXES, read_yaml
     from launcher.config.keys import nearest
 
-    files = _shipped()
+    files = _find_shipped()
     path = files.get(name.removesuffix(".yaml"))
     if path is None:
         message = f"no stage file `{name}` ships with launch"

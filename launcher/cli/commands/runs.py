@@ -198,7 +198,7 @@ def check(
     name = "standard input" if target == "-" else target
     # a pipe is a log too
     if exists(log) and not log.is_dir():
-        verdict = check.judge_log(log, _redactor_of_log(log))
+        verdict = check.judge_log(log, _find_log_redactor(log))
     else:
         # a log is judged without importing all that starts runs
         from launcher.lifecycle import conclude
@@ -219,7 +219,7 @@ def check(
     return answer("check", format, verdict.as_json(), show, notes, code)
 
 
-def _redactor_of_log(log: Path) -> Redactor | None:
+def _find_log_redactor(log: Path) -> Redactor | None:
     """What was secret at the start of the run in whose folder a log lies; None where it lies
     in none.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from launcher.workflows.pipeline.plan import PipelinePlan
 
 
-def _stage_command(stage: str) -> Callable[..., Exit]:
+def _make_stage_command(stage: str) -> Callable[..., Exit]:
     @takes("config", "overrides", "nodes", "node_rank", "main_address", "start", "background")
     def command(
         shared: Shared,
@@ -41,7 +41,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         )
         if shared.dry_run:
             return _dry_run(request, shared)
-        return _queue(request, shared) if shared.slurm else _run(request, shared)
+        return _queue_run(request, shared) if shared.slurm else _run_stage(request, shared)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -52,9 +52,9 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
 app.command(
     "sft",
     epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
-)(_stage_command("sft"))
+)(_make_stage_command("sft"))
 app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
-    _stage_command("dpo")
+    _make_stage_command("dpo")
 )
 
 
@@ -78,7 +78,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     return answer(stage, shared.format, data, show, findings, redactor=prepared.redactor)
 
 
-def _run(request: Request, shared: Shared) -> Exit:
+def _run_stage(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import on_finish, start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
@@ -103,7 +103,7 @@ def _run(request: Request, shared: Shared) -> Exit:
         folder, attempt = start.begin(prepared, say=console.say_aside, **ending)
         if shared.format == "text":
             console.print_plan(prepared.plan, folder.console(attempt.number))
-        show = _detach if shared.detach else until_over
+        show = _answer_detached if shared.detach else until_over
         return show(str(request.stage), folder, attempt, prepared.findings, shared.format)
 
 
@@ -118,10 +118,10 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     verdict = conclude.judge_by_plan(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
     stage = str(prepared.facts.request.stage)
-    return _conclude(stage, folder, verdict, code, findings, shared.format)
+    return _answer_verdict(stage, folder, verdict, code, findings, shared.format)
 
 
-def _queue(request: Request, shared: Shared) -> Exit:
+def _queue_run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
@@ -146,7 +146,7 @@ def _queue(request: Request, shared: Shared) -> Exit:
     return answer(stage, shared.format, data, lines, findings, redactor=prepared.redactor)
 
 
-def _detach(
+def _answer_detached(
     stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at."""
@@ -193,10 +193,10 @@ def until_over(
             command, format, data, (), code=code, before=findings, redactor=attempt.redactor
         )
     verdict, code = conclude.verdict_and_exit_code(folder, attempt)
-    return _conclude(command, folder, verdict, code, findings, format)
+    return _answer_verdict(command, folder, verdict, code, findings, format)
 
 
-def _conclude(
+def _answer_verdict(
     command: str,
     folder: RunFolder,
     verdict: Verdict,
@@ -314,11 +314,13 @@ def _dry_run_pipeline(plan: PipelinePlan, shared: Shared) -> Exit:
     steps = [plan.steps[link.name] for link in plan.links]
 
     def show() -> None:
+        count = len(steps)
         for number, step in enumerate(steps, start=1):
-            console.say(f"# stage {number} of {len(steps)}: {step.link.name}")
+            console.say(f"# stage {number} of {count}: {step.link.name}")
             console.print_dry_run(step.plan, step.prepared.command)
             if step.evaluation is not None:
-                console.say("\n".join(step.evaluation.lines()), plan.redactor)
+                evaluation = "\n".join(step.evaluation.lines())
+                console.say(evaluation, plan.redactor)
 
     data = {"stages": [step.as_json() for step in steps]}
     return answer("pipeline", shared.format, data, show, plan.findings, redactor=plan.redactor)

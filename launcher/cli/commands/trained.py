@@ -69,7 +69,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
             return model.of_run(run, base)
     campaign = rundir.find_campaign(target)
     if campaign is not None:
-        return model.of_run(_last_of(campaign.path), base)
+        return model.of_run(_find_last_run(campaign.path), base)
     if folder.is_dir() and not rundir.is_run(folder):
         message = f"{target} holds no model: no config.json, no adapter_config.json"
         raise not_ready(
@@ -80,7 +80,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
     return model.of_run(require_run(target, "run or folder"), base)
 
 
-def _last_of(campaign: Path) -> RunFolder:
+def _find_last_run(campaign: Path) -> RunFolder:
     """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune
     leave no model.
     """
@@ -133,7 +133,7 @@ def chat(
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
     model = found_model(target)
-    redactor = _redactor(model)
+    redactor = _find_redactor(model)
     questions = _read_prompts(prompts, format)
     if base and model.base is None:
         message = (
@@ -147,7 +147,7 @@ def chat(
     if base and model.base is not None:
         names += f" and {model.base.name}"
     console.say_aside(f"loading {names}")
-    with _terminated(), chat.open_worker(model, trainer, environ, beside=base) as process:
+    with _handle_termination(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
         if not talk.has_template:
             console.say_aside(
@@ -191,7 +191,7 @@ def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | 
     return texts
 
 
-def _redactor(model: TrainedModel) -> Redactor:
+def _find_redactor(model: TrainedModel) -> Redactor:
     """What must not be shown of a model: what was secret to the run that left it, where that
     is known.
     """
@@ -216,10 +216,10 @@ def _show_answer(talk: Chat, prompt: str, who: str, redactor: Redactor) -> None:
     result = talk.ask(prompt, who, partial(console.print_raw, redactor=redactor))
     console.say("")
     if result.ended != "stop":
-        console.say_aside(_why_it_ended(result))
+        console.say_aside(_explain_end(result))
 
 
-def _why_it_ended(result: Reply) -> str:
+def _explain_end(result: Reply) -> str:
     if result.ended == "interrupted":
         return "(interrupted)"
     return f"(cut off after {result.tokens} tokens: --max-new-tokens N)"
@@ -242,22 +242,22 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
             talk.begin()
             console.say_aside("a new conversation")
         elif prompt:
-            with _ending_answers(talk):
+            with _interrupt_answers(talk):
                 try:
                     _show_turn(talk, prompt, redactor, beside=beside)
                 except LaunchError as error:
-                    if not _goes_on(error):
+                    if not _is_prompt_refusal(error):
                         raise
                     console.print_findings(error.findings)
 
 
-def _goes_on(error: LaunchError) -> bool:
+def _is_prompt_refusal(error: LaunchError) -> bool:
     """Whether only this prompt was refused, and the model still answers others."""
     return {finding.code for finding in error.findings} <= {"template-refuses", "too-long-prompt"}
 
 
 @contextlib.contextmanager
-def _ending_answers(talk: Chat) -> Iterator[None]:
+def _interrupt_answers(talk: Chat) -> Iterator[None]:
     """The first Ctrl-C ends the answer, a second one the command."""
     from launcher.machine import process
 
@@ -274,7 +274,7 @@ def _ending_answers(talk: Chat) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[None]:
+def _handle_termination() -> Iterator[None]:
     """TERM ends this command as INT does: nothing is left behind."""
     from launcher.machine import process
 
@@ -326,11 +326,11 @@ def merge(
         if format == "text":
             console.say_aside(text)
 
-    with _terminated():
+    with _handle_termination():
         merged = merge.merge(model, trainer, place, environ, say)
     lines = [*merged.lines(), f"launch chat {merged.output}"]
     return answer(
-        "merge", format, merged.as_json(), lines, merged.findings, redactor=_redactor(model)
+        "merge", format, merged.as_json(), lines, merged.findings, redactor=_find_redactor(model)
     )
 
 

@@ -61,7 +61,7 @@ def answer(
     encoded = encode(loaded, messages)
     ids = encoded["input_ids"].to(loaded.device)
     length = ids.shape[1]
-    config = _generation_config(loaded, decoding, length)
+    config = _build_generation_config(loaded, decoding, length)
     torch.manual_seed(decoding.seed)
     began = time.monotonic()
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def answer(
     }
 
 
-def _generation_config(loaded: Loaded, decoding: Decoding, length: int) -> Any:
+def _build_generation_config(loaded: Loaded, decoding: Decoding, length: int) -> Any:
     """The model's own config with these settings; its `top_p` and `top_k` apply to drawn tokens.
 
     Raises ModelRefused if a prompt of `length` tokens leaves no room.

@@ -30,13 +30,13 @@ class Dialogue:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["as"] == "model":
-            return self._ask(self.trained, request)
+            return self._answer_request(self.trained, request)
         if self.base is not None:
-            return self._ask(self.base, request)
+            return self._answer_request(self.base, request)
         with self.trained.as_base():
-            return self._ask(self.trained, request)
+            return self._answer_request(self.trained, request)
 
-    def _ask(self, loaded: Loaded, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer_request(self, loaded: Loaded, request: dict[str, Any]) -> dict[str, Any]:
         self.interruption.is_set = False
         return answering.answer(
             loaded,

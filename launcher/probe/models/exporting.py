@@ -90,9 +90,9 @@ def compare(trained: Any, saved: Any, vocabulary: int) -> float:
     with torch.no_grad():
         expected = trained.eval()(tokens).float()
         logits = saved.eval()(tokens).logits.float()
-    size = _root_mean_square(expected).clamp_min(1e-12)
-    return float(_root_mean_square(logits - expected) / size)
+    size = _compute_root_mean_square(expected).clamp_min(1e-12)
+    return float(_compute_root_mean_square(logits - expected) / size)
 
 
-def _root_mean_square(tensor: Any) -> Any:
+def _compute_root_mean_square(tensor: Any) -> Any:
     return tensor.square().mean().sqrt()

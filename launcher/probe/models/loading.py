@@ -147,7 +147,7 @@ def complete(model: Any, tokenizer: Any) -> Loaded:
     limit = getattr(config, "max_position_embeddings", None)
     ends = end_tokens(model)
     ends.add(tokenizer.eos_token_id)
-    ends.add(_end_of_turn(tokenizer))
+    ends.add(_find_end_of_turn(tokenizer))
     return Loaded(model, tokenizer, sorted(ends - {None}), limit)
 
 
@@ -155,13 +155,13 @@ def add_adapter(model: Any, path: str) -> Any:
     """The model with an adapter on it, after making room for embeddings trained with more rows."""
     from peft import PeftModel
 
-    rows = _embedding_rows(path)
+    rows = _read_embedding_rows(path)
     if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows)
     return PeftModel.from_pretrained(model, path)
 
 
-def _embedding_rows(path: str) -> Any:
+def _read_embedding_rows(path: str) -> Any:
     """Rows of the input embeddings that an adapter's file holds whole; None if it holds none."""
     file = os.path.join(path, "adapter_model.safetensors")
     try:
@@ -182,7 +182,7 @@ def end_tokens(model: Any) -> set[Any]:
     return set(ends) if isinstance(ends, list) else {ends}
 
 
-def _end_of_turn(tokenizer: Any) -> int | None:
+def _find_end_of_turn(tokenizer: Any) -> int | None:
     """The special token that the chat template writes behind an answer; None if it writes none."""
     if not tokenizer.chat_template:
         return None

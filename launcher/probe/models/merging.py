@@ -28,39 +28,39 @@ def merge(channel: Channel, settings: dict[str, Any]) -> None:
     if sources.base is not None:
         loading.require_whole(sources.base)
     loaded = loading.load(sources)
-    texts = _texts(loaded)
-    expected = _logits(loaded, texts)
+    texts = _tokenize_texts(loaded)
+    expected = _compute_logits(loaded, texts)
     with loaded.as_base():
-        before = _logits(loaded, texts)
+        before = _compute_logits(loaded, texts)
     channel.send("loaded", device=loaded.device, dtype=loaded.dtype)
-    _merge(loaded)
+    _merge_adapter(loaded)
     channel.send("saving")
     folder = settings["into"]
-    _save(loaded, folder)
+    _save_merged(loaded, folder)
     template = loaded.tokenizer.chat_template
     del loaded
     gc.collect()
     channel.send("checking")
-    saved = loading.load(_source_of_merged(folder, sources.trained.trusts_code))
-    merged = _logits(saved, texts)
-    size = _root_mean_square(expected)
+    saved = loading.load(_describe_merged_source(folder, sources.trained.trusts_code))
+    merged = _compute_logits(saved, texts)
+    size = _compute_root_mean_square(expected)
     channel.send(
         "merged",
         dtype=saved.dtype,
-        error=_distance(merged, expected) / size,
-        effect=_distance(before, expected) / size,
-        kept=_share_kept(before, expected, merged),
+        error=_measure_distance(merged, expected) / size,
+        effect=_measure_distance(before, expected) / size,
+        kept=_measure_share_kept(before, expected, merged),
         positions=sum(len(row) for row in expected),
         template=bool(template) and saved.tokenizer.chat_template == template,
     )
 
 
-def _source_of_merged(folder: str, trusts_code: bool) -> loading.ModelSources:
+def _describe_merged_source(folder: str, trusts_code: bool) -> loading.ModelSources:
     trained = ModelSource(folder, None, trusts_code)
     return loading.ModelSources(trained, base=None, is_adapter=False, has_tokenizer=True)
 
 
-def _merge(loaded: Loaded) -> None:
+def _merge_adapter(loaded: Loaded) -> None:
     if not hasattr(loaded.model.base_model, "merge_and_unload"):
         kinds = {str(config.peft_type.value) for config in loaded.model.peft_config.values()}
         names = ", ".join(sorted(kinds))
@@ -69,7 +69,7 @@ def _merge(loaded: Loaded) -> None:
     loaded.model = loaded.model.merge_and_unload(safe_merge=True)
 
 
-def _save(loaded: Loaded, folder: str) -> None:
+def _save_merged(loaded: Loaded, folder: str) -> None:
     """Weights, config, generation config, tokenizer and chat template."""
     end = loaded.tokenizer.eos_token_id
     ends = loading.end_tokens(loaded.model) - {None}
@@ -81,7 +81,7 @@ def _save(loaded: Loaded, folder: str) -> None:
     loaded.tokenizer.save_pretrained(folder)
 
 
-def _texts(loaded: Loaded) -> list[Any]:
+def _tokenize_texts(loaded: Loaded) -> list[Any]:
     """The tokens to compare logits over: plain texts and, with a chat template, a question."""
     tokenizer = loaded.tokenizer
     texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
@@ -94,7 +94,7 @@ def _texts(loaded: Loaded) -> list[Any]:
     return texts
 
 
-def _logits(loaded: Loaded, texts: list[Any]) -> list[Any]:
+def _compute_logits(loaded: Loaded, texts: list[Any]) -> list[Any]:
     """The logits of every position in float32 on the CPU, one matrix a text."""
     import torch
 
@@ -106,25 +106,28 @@ def _logits(loaded: Loaded, texts: list[Any]) -> list[Any]:
     return rows
 
 
-def _distance(some: list[Any], others: list[Any]) -> float:
+def _measure_distance(some: list[Any], others: list[Any]) -> float:
     differences = []
     for row, other in zip(some, others, strict=True):
         differences.append(row - other)
-    return _root_mean_square(differences)
+    return _compute_root_mean_square(differences)
 
 
-def _share_kept(before: list[Any], expected: list[Any], merged: list[Any]) -> float:
+def _measure_share_kept(before: list[Any], expected: list[Any], merged: list[Any]) -> float:
     """How much of the way from `before` to `expected` the merged model has gone; 1 for no way."""
     along = 0.0
     whole = 0.0
     for start, end, reached in zip(before, expected, merged, strict=True):
         way = (end - start).double()
-        along += float(((reached - start).double() * way).sum())
+        gone = (reached - start).double()
+        along += float((gone * way).sum())
         whole += float(way.pow(2).sum())
-    return along / whole if whole else 1.0
+    if not whole:
+        return 1.0
+    return along / whole
 
 
-def _root_mean_square(rows: list[Any]) -> float:
+def _compute_root_mean_square(rows: list[Any]) -> float:
     total = sum(float(row.double().pow(2).sum()) for row in rows)
     count = sum(row.numel() for row in rows)
     return math.sqrt(total / count)

@@ -57,12 +57,12 @@ class Liger(ProbePiece):
             if not isinstance(member, type) or not member.__name__.endswith("Function"):
                 continue
             if member.__module__ == module.__name__ and "forward" in vars(member):
-                self._count(member, op)
+                self._count_calls(member, op)
 
     def watch_preference(self, module: ModuleType) -> None:
-        self._count(module.LigerFusedLinearPreferenceBase, "preference_loss")
+        self._count_calls(module.LigerFusedLinearPreferenceBase, "preference_loss")
 
-    def _count(self, owner: type, op: str) -> None:
+    def _count_calls(self, owner: type, op: str) -> None:
         def count(original: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.process.testing:
                 self.calls[op] = self.calls.get(op, 0) + 1
@@ -87,7 +87,9 @@ class Liger(ProbePiece):
             for key, value in call.kwargs.items():
                 if isinstance(value, (bool, int, str)):
                     plain[key] = value
-            self.losses.update(loss for loss in LOSSES if plain.get(loss) is True)
+            for loss in LOSSES:
+                if plain.get(loss) is True:
+                    self.losses.add(loss)
             self.record.write("liger_patch", function=name, kwargs=plain)
 
         wrap(module, name, observed(self.record, after=patched))
@@ -176,7 +178,7 @@ class Contract(ProbePiece):
         message = message or f"{point} expected {expected}, seen {state}"
         message += f" ({when}, rank {process.rank})"
         if point == "loss" and process.last:
-            message += f"; last finite: {_described(process.last)}"
+            message += f"; last finite: {_describe_step(process.last)}"
         self.record.write(
             "violation",
             point=point,
@@ -199,7 +201,7 @@ class Contract(ProbePiece):
         return None
 
 
-def _described(step: dict[str, Any]) -> str:
+def _describe_step(step: dict[str, Any]) -> str:
     text = f"loss {step['loss']:.6g}"
     if step["grad_norm"] is not None:
         text += f", gradient norm {step['grad_norm']:.4g}"
@@ -238,14 +240,19 @@ class Caches(ProbePiece):
             begun = time.time()
             result = original(*args, **kwargs)
             with self.record.quietly("dataset cache"):
-                files = getattr(result, "cache_files", None) or ()
-                paths = [file["filename"] for file in files]
-                if paths and str(kwargs.get("desc", "")).startswith("Tokenizing"):
-                    hit = all(os.path.getmtime(path) < begun for path in paths)
-                    self.tell("dataset_cache", hit, os.path.dirname(paths[0]))
+                description = str(kwargs.get("desc", ""))
+                if description.startswith("Tokenizing"):
+                    self._tell_cache(result, begun)
             return result
 
         wrap(module.Dataset, "map", map_rows)
+
+    def _tell_cache(self, dataset: Any, begun: float) -> None:
+        files = getattr(dataset, "cache_files", None) or ()
+        paths = [file["filename"] for file in files]
+        if paths:
+            hit = all(os.path.getmtime(path) < begun for path in paths)
+            self.tell("dataset_cache", hit, os.path.dirname(paths[0]))
 
     def watch_reference(self, module: ModuleType) -> None:
         def build(call: Call) -> None:

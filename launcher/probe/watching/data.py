@@ -115,7 +115,7 @@ class Data(ProbePiece):
                 # the trainer has no arguments yet: they are passed behind the tokenizer
                 arguments = getattr(trainer, "args", None) or args[1]
                 self.saw_tokenizer(getattr(trainer, "_tokenizer", None))
-                self._prepared(arguments, dataset, result, dropped)
+                self._tell_prepared_rows(arguments, dataset, result, dropped)
             return result
 
         for name in ("SFTTrainer", "DPOTrainer"):
@@ -123,7 +123,7 @@ class Data(ProbePiece):
             if owner is not None:
                 wrap_known(owner, ("_prepare_dataset",), prepare)
 
-    def _prepared(
+    def _tell_prepared_rows(
         self, arguments: Any, dataset: Any, result: Any, dropped: list[dict[str, Any]]
     ) -> None:
         limit = getattr(arguments, "max_length", None)
@@ -218,7 +218,7 @@ class Data(ProbePiece):
         """A micro-batch with labels; of pairs it has the chosen rows, then the rejected ones."""
         if batch.labels is None:
             return
-        self._count(_labelled(batch), tally)
+        self._count_batch(_count_labels(batch), tally)
         if batch.padding is not None and self.max_length:
             self.rows += batch.rows
             full = batch.padding.sum(1) >= self.max_length
@@ -229,30 +229,26 @@ class Data(ProbePiece):
             self.pairs += half
             equal = (batch.ids[:half] == batch.ids[half:]).all(1)
             tally.scalars["equal_pairs"].append(equal.sum())
-        if not self._is_read():
+        if not self._is_next_read():
             return
         samples = list(split(batch))
         if is_paired:
             half = len(samples) // 2
             self._read_pairs(samples[:half], samples[half:])
         else:
-            self._read(samples)
+            self._read_samples(samples)
 
     def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
         """A micro-batch of open-instruct's pairs."""
-        self._count(_labelled(chosen) + _labelled(rejected), tally)
+        self._count_batch(_count_labels(chosen) + _count_labels(rejected), tally)
         if chosen.ends is None:
             self.pairs += chosen.rows
-            width = min(int(chosen.ids.shape[1]), int(rejected.ids.shape[1]))
-            same = chosen.ids[:, :width] == rejected.ids[:, :width]
-            equal = same.all(1)
-            if chosen.mask is not None and rejected.mask is not None:
-                equal = equal & (chosen.mask.sum(1) == rejected.mask.sum(1))
+            equal = _compare_pairs(chosen, rejected)
             tally.scalars["equal_pairs"].append(equal.sum())
-        if self._is_read():
+        if self._is_next_read():
             self._read_pairs(list(split(chosen)), list(split(rejected)))
 
-    def _count(self, labelled: Any, tally: Any) -> None:
+    def _count_batch(self, labelled: Any, tally: Any) -> None:
         self.batches += 1
         tally.scalars["unlabelled"].append(labelled == 0)
 
@@ -260,12 +256,12 @@ class Data(ProbePiece):
         for name in SUMS:
             self.sums[name] += int(sum(values.get(name, ())))
 
-    def _is_read(self) -> bool:
+    def _is_next_read(self) -> bool:
         """Whether the rows of this micro-batch are read one by one."""
         self.looks += 1
         return self.looks <= LOOKS and self.first["rows"] < ROWS
 
-    def _read(self, samples: list[TokenRow]) -> None:
+    def _read_samples(self, samples: list[TokenRow]) -> None:
         for sample in samples[: ROWS - self.first["rows"]]:
             self.first["rows"] += 1
             if self.begin_token is not None and sample.tokens[:2] == [self.begin_token] * 2:
@@ -284,7 +280,7 @@ class Data(ProbePiece):
 
     def _read_pairs(self, chosen: list[TokenRow], rejected: list[TokenRow]) -> None:
         for first, second in zip(chosen, rejected, strict=False):
-            self._read([first, second])
+            self._read_samples([first, second])
             self.first["pairs"] += 1
             self.first["equal"] += first.tokens == second.tokens
             self.first["empty"] += self._is_empty(first) or self._is_empty(second)
@@ -317,31 +313,53 @@ class Data(ProbePiece):
         )
 
 
-def _labelled(batch: TokenBatch) -> Any:
+def _compare_pairs(chosen: TokenBatch, rejected: TokenBatch) -> Any:
+    """Whether the two answers of each pair are the same, on the device."""
+    chosen_width = int(chosen.ids.shape[1])
+    rejected_width = int(rejected.ids.shape[1])
+    width = min(chosen_width, rejected_width)
+    same = chosen.ids[:, :width] == rejected.ids[:, :width]
+    equal = same.all(1)
+    if chosen.mask is not None and rejected.mask is not None:
+        chosen_lengths = chosen.mask.sum(1)
+        equal = equal & (chosen_lengths == rejected.mask.sum(1))
+    return equal
+
+
+def _count_labels(batch: TokenBatch) -> Any:
     """How many labels there are, on the device."""
     return (batch.labels != UNLABELLED).sum()
 
 
 def split(batch: TokenBatch) -> Iterator[TokenRow]:
     """The samples of a micro-batch with labels, packed or padded."""
-    rows = list(zip(batch.ids.tolist(), batch.labels.tolist(), strict=True))
+    ids = batch.ids.tolist()
+    labels = batch.labels.tolist()
     if batch.ends is not None:
-        tokens, labels = rows[0]
-        for begin, end in itertools.pairwise(batch.ends.tolist()):
-            yield row_of(tokens[begin:end], labels[begin:end])
+        ends = batch.ends.tolist()
+        yield from _cut_row(ids[0], labels[0], ends, shortest=0)
     elif batch.padding is not None:
-        for (tokens, labels), kept in zip(rows, batch.padding.tolist(), strict=True):
-            real = list(itertools.compress(tokens, kept))
-            yield row_of(real, list(itertools.compress(labels, kept)))
+        padding = batch.padding.tolist()
+        for row, kept in enumerate(padding):
+            tokens = itertools.compress(ids[row], kept)
+            targets = itertools.compress(labels[row], kept)
+            yield row_of(list(tokens), list(targets))
     elif batch.positions is not None:
-        for (tokens, labels), positions in zip(rows, batch.positions.tolist(), strict=True):
-            for begin, end in itertools.pairwise(starts_of(positions)):
-                # padding behind the last sample has position 0 throughout
-                if end - begin > 1:
-                    yield row_of(tokens[begin:end], labels[begin:end])
+        for row, positions in enumerate(batch.positions.tolist()):
+            starts = starts_of(positions)
+            # padding behind the last sample has position 0 throughout
+            yield from _cut_row(ids[row], labels[row], starts, shortest=2)
     else:
-        for tokens, labels in rows:
-            yield row_of(tokens, labels)
+        yield from map(row_of, ids, labels)
+
+
+def _cut_row(
+    tokens: list[int], labels: list[int], ends: list[int], *, shortest: int
+) -> Iterator[TokenRow]:
+    """The samples of a packed row that have `shortest` tokens at least."""
+    for begin, end in itertools.pairwise(ends):
+        if end - begin >= shortest:
+            yield row_of(tokens[begin:end], labels[begin:end])
 
 
 def is_repeated(prompt: list[int], answer: list[int]) -> bool:

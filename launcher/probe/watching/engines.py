@@ -64,7 +64,7 @@ class FullyShard(Plain):
         super().__init__(parameters, world)
         groups = []
         for module in modules:
-            groups.extend(_parameter_groups(module._get_fsdp_state()))
+            groups.extend(_find_parameter_groups(module._get_fsdp_state()))
         by_id: dict[int, Any] = {}
         for group in groups:
             for shard in group.fsdp_params:
@@ -118,7 +118,7 @@ class FullyShard(Plain):
                 yield GradientPiece(row, start, local.reshape(-1))
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def _find_parameter_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -163,14 +163,18 @@ class DeepSpeed(Plain):
 
     def scale(self) -> Any:
         """The factor on the averaged gradients: a number, or a tensor if the norm is one."""
-        scale = 1.0 / float(getattr(self.outer, "loss_scale", 1.0) or 1.0)
-        limit = float(getattr(self.outer, "clip_grad", 0.0) or 0.0)
+        loss_scale = getattr(self.outer, "loss_scale", None) or 1.0
+        limit = getattr(self.outer, "clip_grad", None) or 0.0
+        scale = 1.0 / float(loss_scale)
+        limit = float(limit)
         norm = getattr(self.outer, "_global_grad_norm", None)
         if limit <= 0 or norm is None:
             return scale
         if not sys.modules["torch"].is_tensor(norm):
-            return scale / max(1.0, (float(norm) + 1e-6) / limit)
-        return scale / ((norm.detach().float() + 1e-6) / limit).clamp(min=1.0)
+            excess = (float(norm) + 1e-6) / limit
+            return scale / max(1.0, excess)
+        excess = (norm.detach().float() + 1e-6) / limit
+        return scale / excess.clamp(min=1.0)
 
     def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         rows = {id(parameter): row for row, parameter in enumerate(self.parameters)}
@@ -183,23 +187,23 @@ class DeepSpeed(Plain):
                 if row is not None:
                     yield GradientPiece(row, 0, gradient)
                     continue
-                for part in self._ranges(flat):
+                for part in self._find_ranges(flat):
                     end = part.offset + part.length
                     yield GradientPiece(part.row, part.start, gradient[part.offset : end])
 
-    def _ranges(self, flat: Any) -> list[FlatRange]:
+    def _find_ranges(self, flat: Any) -> list[FlatRange]:
         """What `flat` holds; the same in every step."""
         ranges = self.ranges.get(id(flat))
         if ranges is None:
             sharded = getattr(self.outer, "fp32_partitioned_groups_flat", None)
             if sharded is None:
-                ranges = list(self._fragments(flat))
+                ranges = list(self._iterate_fragments(flat))
             else:
-                ranges = list(self._shards(_index(sharded, flat)))
+                ranges = list(self._iterate_shards(_find_index(sharded, flat)))
             self.ranges[id(flat)] = ranges
         return ranges
 
-    def _fragments(self, flat: Any) -> Iterator[FlatRange]:
+    def _iterate_fragments(self, flat: Any) -> Iterator[FlatRange]:
         """ZeRO 1 and 2, and the bf16 optimizer."""
         begin = flat.data_ptr()
         end = begin + flat.numel() * flat.element_size()
@@ -213,7 +217,7 @@ class DeepSpeed(Plain):
                 offset = (place - begin) // flat.element_size()
                 yield FlatRange(row, int(address.start), offset, int(address.numel))
 
-    def _shards(self, index: int | None) -> Iterator[FlatRange]:
+    def _iterate_shards(self, index: int | None) -> Iterator[FlatRange]:
         """ZeRO 3."""
         distributed = sys.modules["torch"].distributed
         positions = getattr(self.outer, "grad_position", {})
@@ -229,7 +233,7 @@ class DeepSpeed(Plain):
                 yield FlatRange(row, start, int(position[1]), length)
 
 
-def _index(tensors: list[Any], tensor: Any) -> int | None:
+def _find_index(tensors: list[Any], tensor: Any) -> int | None:
     for index, each in enumerate(tensors):
         if each is tensor:
             return index

@@ -145,7 +145,7 @@ class Gradients(ProbePiece):
             return
         digest = ""
         try:
-            self._set_up()
+            self._prepare_sample()
             layout = repr((self.names, self.sample.sizes))
             digest = hashlib.sha256(layout.encode()).hexdigest()
         except Unsupported as unsupported:
@@ -163,11 +163,11 @@ class Gradients(ProbePiece):
             return
         if isinstance(self.engine, DeepSpeed):
             for optimizer in self.engine.steppers:
-                optimizer.register_step_pre_hook(self._before_inner_step)
+                optimizer.register_step_pre_hook(self._take_before_inner_step)
         self.ready = True
-        self._arm()
+        self._begin_next_step()
 
-    def _set_up(self) -> None:
+    def _prepare_sample(self) -> None:
         if not self.settings.checks("gradients"):
             raise Unsupported("`expect: {gradients: any}` switches the comparison off")
         if self.model is None:
@@ -216,7 +216,7 @@ class Gradients(ProbePiece):
             return
         for row, tensor in enumerate(engine.hooked()):
             if tensor is not None and row not in self.handles:
-                self.handles[row] = tensor.register_hook(functools.partial(self._add, row))
+                self.handles[row] = tensor.register_hook(functools.partial(self._add_gradient, row))
 
     def unhook(self) -> None:
         """Take the hooks off, until a step that is compared begins."""
@@ -224,7 +224,7 @@ class Gradients(ProbePiece):
             handle.remove()
         self.handles.clear()
 
-    def _add(self, row: int, gradient: Any) -> None:
+    def _add_gradient(self, row: int, gradient: Any) -> None:
         """Runs for each parameter in each backward pass, so it must be cheap."""
         if self.process.testing or not self.active:
             return
@@ -235,14 +235,14 @@ class Gradients(ProbePiece):
             self.failed = error
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
+    def _catch_errors(self) -> Iterator[None]:
         """An exception ends the comparison of this step, and not the training."""
         try:
             yield
         except Exception as error:
             self.failed = error
 
-    def _arm(self) -> None:
+    def _begin_next_step(self) -> None:
         """Decide whether the next step is compared, by its number: the same on every process."""
         self.index += 1
         self.micro_batches = 0
@@ -267,13 +267,13 @@ class Gradients(ProbePiece):
         if not self.ready or self.engine is None:
             return
         if self.finished:
-            self._arm()
+            self._begin_next_step()
         if self.active:
-            with self._trying():
-                self._fold()
+            with self._catch_errors():
+                self._end_micro_batch()
                 self._hook_all(self.engine)
 
-    def _fold(self) -> None:
+    def _end_micro_batch(self) -> None:
         if not self.filled:
             return
         self.filled = False
@@ -282,23 +282,23 @@ class Gradients(ProbePiece):
         self.squares.add_(self.added.square().sum(dim=1))
         self.added.zero_()
 
-    def _before_inner_step(self, optimizer: Any, *_: Any) -> None:
+    def _take_before_inner_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed's inner optimizer is about to use some of the flat gradients."""
         if self.active and not self.finished and isinstance(self.engine, DeepSpeed):
-            with self._trying():
+            with self._catch_errors():
                 self.scale = self.engine.scale()
-                self._take(self.engine, optimizer)
+                self._take_used_gradients(self.engine, optimizer)
 
     def before_step(self) -> None:
         """Gradients are complete and not clipped yet, in a loop that calls its optimizer itself."""
         if self.finished or self.engine is None or isinstance(self.engine, DeepSpeed):
             return
         if self.active:
-            with self._trying():
-                self._take(self.engine)
+            with self._catch_errors():
+                self._take_used_gradients(self.engine)
         self.end_step()
 
-    def _take(self, engine: Plain, optimizer: Any = None) -> None:
+    def _take_used_gradients(self, engine: Plain, optimizer: Any = None) -> None:
         for row, start, gradient in engine.pieces(optimizer):
             first, last = self.sample.within(row, start, start + int(gradient.numel()))
             if first < last:
@@ -313,8 +313,8 @@ class Gradients(ProbePiece):
         self.finished = True
         if not self.active:
             return
-        with self._trying():
-            self._fold()
+        with self._catch_errors():
+            self._end_micro_batch()
         with self.record.quietly("gradients"):
             # a process that failed takes part, as the others wait for it, and spoils the sums
             if self.failed is not None:
@@ -325,13 +325,13 @@ class Gradients(ProbePiece):
                 self.skipped += 1
                 self.record.trouble("gradients", self.failed)
             elif any(last for _, last in self.spans):
-                self._compare()
+                self._queue_comparison()
             else:
                 # this process updates none of the elements, or the engine skipped the step
                 self.skipped += 1
 
-    def _compare(self) -> None:
-        """Queue the comparison on the device. `_judge` gets its result."""
+    def _queue_comparison(self) -> None:
+        """Queue the comparison on the device. `_judge_comparison` gets its result."""
         torch = sys.modules["torch"]
         engine: Any = self.engine
         spans = torch.tensor(self.spans, device=self.device)
@@ -342,9 +342,9 @@ class Gradients(ProbePiece):
         factor = scale / engine.divisor
         self.sums.mul_(factor).mul_(inside)
         self.used.mul_(inside)
-        true = _norms(self.sums)
-        used = _norms(self.used)
-        error = _norms(self.used.sub_(self.sums))
+        true = _compute_norms(self.sums)
+        used = _compute_norms(self.used)
+        error = _compute_norms(self.used.sub_(self.sums))
         share = (spans[:, 1] - spans[:, 0]) / self.counts
         # the summands set the size of the roundings, also where they cancel out
         summands = (self.squares * share).sqrt() * factor
@@ -373,9 +373,9 @@ class Gradients(ProbePiece):
     def settle(self, *, wait: bool = False) -> None:
         while self.readings and (wait or len(self.readings) > 1 or self.readings[0].is_ready()):
             with self.record.quietly("gradients"):
-                self._judge(self.readings.pop(0))
+                self._judge_comparison(self.readings.pop(0))
 
-    def _judge(self, reading: Reading) -> None:
+    def _judge_comparison(self, reading: Reading) -> None:
         values = {name: numbers[0] for name, numbers in reading.wait().items()}
         compared: ComparedStep = reading.facts
         if not values["valid"]:
@@ -388,7 +388,7 @@ class Gradients(ProbePiece):
             "last_step": compared.step,
             "parameters": int(values["valid"]),
             "elements": compared.elements,
-            "largest_error": _rounded(self.largest),
+            "largest_error": _round_finite(self.largest),
             "allowed": round(compared.allowed, 6),
         }
         if values["ratio"] > 1:
@@ -408,9 +408,9 @@ class Gradients(ProbePiece):
             "first_corrupt": step,
             "parameter": name,
             "broken": broken,
-            "true_norm": _rounded(values["true"]),
-            "used_norm": _rounded(values["used"]),
-            "error": _rounded(values["error"]),
+            "true_norm": _round_finite(values["true"]),
+            "used_norm": _round_finite(values["used"]),
+            "error": _round_finite(values["error"]),
         }
         self.report()
         message = (
@@ -448,11 +448,11 @@ class Gradients(ProbePiece):
         self.report()
 
 
-def _norms(rows: Any) -> Any:
+def _compute_norms(rows: Any) -> Any:
     return rows.square().sum(dim=1).sqrt()
 
 
-def _rounded(value: float) -> float | None:
+def _round_finite(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 

@@ -37,17 +37,26 @@ def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 
     Raises AttributeError if there is no such function.
     """
-    raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
+    if isinstance(owner, type):
+        # a static or class method itself, and not what it binds
+        raw = vars(owner).get(name)
+    else:
+        raw = getattr(owner, name)
     if raw is None:
         raise AttributeError(f"{owner!r} has no {name}")
-    bound = isinstance(raw, (staticmethod, classmethod))
-    original = raw.__func__ if bound else raw
+    is_bound = isinstance(raw, (staticmethod, classmethod))
+    original = raw
+    if is_bound:
+        original = raw.__func__
 
     @functools.wraps(original)
     def inner(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs)
 
-    setattr(owner, name, type(raw)(inner) if bound else inner)
+    replacement: Any = inner
+    if is_bound:
+        replacement = type(raw)(inner)
+    setattr(owner, name, replacement)
 
 
 def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) -> None:

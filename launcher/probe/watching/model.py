@@ -42,7 +42,7 @@ def describe(model: Any, record: EventLog) -> dict[str, Any]:
     return {
         "class": type(base).__name__,
         "model_type": getattr(config, "model_type", None),
-        "attention": getattr(config, "_attn_implementation", None) or _olmo_attention(base),
+        "attention": getattr(config, "_attn_implementation", None) or _name_olmo_attention(base),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "parameters": sum(map(numel_of, parameters)),
         "trainable": sum(numel_of(each) for each in parameters if each.requires_grad),
@@ -58,7 +58,7 @@ def numel_of(parameter: Any) -> int:
 def shape_of(model: Any) -> dict[str, Any]:
     """The figures that the cost of a token follows from."""
     config = getattr(model, "config", None)
-    block = _olmo_block(model)
+    block = _find_olmo_block(model)
     table: Any = None
     if config is None and block is not None:
         table = model.embeddings
@@ -80,7 +80,7 @@ def shape_of(model: Any) -> dict[str, Any]:
             "hidden": getattr(text, "hidden_size", None),
             "heads": getattr(text, "num_attention_heads", None),
             "head_dim": getattr(text, "head_dim", None),
-            "experts": _experts(text),
+            "experts": _count_experts(text),
         }
     weight = getattr(table, "weight", None)
     return {
@@ -91,7 +91,7 @@ def shape_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _experts(config: Any) -> int | None:
+def _count_experts(config: Any) -> int | None:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         number = getattr(config, name, None)
         if isinstance(number, int):
@@ -99,15 +99,15 @@ def _experts(config: Any) -> int | None:
     return None
 
 
-def _olmo_block(model: Any) -> Any:
+def _find_olmo_block(model: Any) -> Any:
     """The first block of an OLMo-core model; None for any other."""
     blocks: Any = getattr(model, "blocks", None)
     return next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
 
 
-def _olmo_attention(model: Any) -> str | None:
+def _name_olmo_attention(model: Any) -> str | None:
     """The attention of an OLMo-core model, under transformers' names; None for any other."""
-    backend = getattr(getattr(_olmo_block(model), "attention", None), "backend", None)
+    backend = getattr(getattr(_find_olmo_block(model), "attention", None), "backend", None)
     name = type(backend).__name__.lower().replace("attention", "").replace("_", "")
     for version in (4, 3, 2):
         if f"flash{version}" in name:

@@ -43,7 +43,7 @@ class Optimizer(ProbePiece):
         """The optimizer, and accelerate's DeepSpeed plugin: what was asked for."""
         self.inner = optimizer
         stage = getattr(plugin, "zero_stage", None)
-        self.record.write("optimizer", **_class_of(optimizer), zero_stage=stage)
+        self.record.write("optimizer", **_describe_class(optimizer), zero_stage=stage)
 
     def saw_engine(self, engine: Any) -> None:
         """DeepSpeed's engine: what is in force."""
@@ -51,7 +51,7 @@ class Optimizer(ProbePiece):
         self.scaled = bool(engine.fp16_enabled())
         outer = type(engine.optimizer).__name__
         stage = engine.zero_optimization_stage()
-        self.record.write("engine", **_class_of(engine), optimizer=outer, zero_stage=stage)
+        self.record.write("engine", **_describe_class(engine), optimizer=outer, zero_stage=stage)
         step = engine.step
 
         def first_step(*args: Any, **kwargs: Any) -> Any:
@@ -64,11 +64,13 @@ class Optimizer(ProbePiece):
     def sample_norm(self, optimizer: Any) -> Any:
         """A norm of a few small gradients, on the device: not finite if any gradient is not."""
         if self.small is None:
-            trained = [each for each in _parameters(optimizer) if each.grad is not None]
+            trained = [each for each in _collect_parameters(optimizer) if each.grad is not None]
             trained.sort(key=lambda parameter: parameter.numel())
             small = [parameter for parameter in trained if parameter.numel() <= SMALL]
-            self.small = (small or trained)[:SAMPLED]
-        gradients = [_local(each.grad) for each in self.small if each.grad is not None]
+            if not small:
+                small = trained
+            self.small = small[:SAMPLED]
+        gradients = [_get_local_part(each.grad) for each in self.small if each.grad is not None]
         if not gradients:
             return None
         torch = sys.modules["torch"]
@@ -103,19 +105,19 @@ class Optimizer(ProbePiece):
         return max(counts)
 
 
-def _parameters(optimizer: Any) -> list[Any]:
+def _collect_parameters(optimizer: Any) -> list[Any]:
     parameters = []
     for group in getattr(optimizer, "param_groups", ()):
         parameters.extend(group["params"])
     return parameters
 
 
-def _local(tensor: Any) -> Any:
+def _get_local_part(tensor: Any) -> Any:
     """The part of a sharded tensor that this process has."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _class_of(value: Any) -> dict[str, str]:
+def _describe_class(value: Any) -> dict[str, str]:
     return {"class": f"{type(value).__module__}.{type(value).__name__}"}
 
 
@@ -138,7 +140,7 @@ class Movement(ProbePiece):
         # `prepare` may have replaced the optimizer that it was given
         self.stepping = stepping or self.optimizer.inner
         with self.record.quietly("weights"):
-            tensors = self._tensors()
+            tensors = self._collect_tensors()
             if not tensors:
                 self.record.write("weights", reason="the optimizer's weights were not found")
                 return
@@ -147,16 +149,16 @@ class Movement(ProbePiece):
             self.sample.draw(0)
             self.before = self._pick_all(tensors)
 
-    def _tensors(self) -> list[Any]:
+    def _collect_tensors(self) -> list[Any]:
         """What this process's optimizer updates, without tensors that have no element here."""
         outer = getattr(self.optimizer.engine, "optimizer", None)
         masters = None
         for name in _MASTERS:
             masters = masters or getattr(outer, name, None)
         if not masters:
-            parameters = _parameters(outer or self.stepping)
+            parameters = _collect_parameters(outer or self.stepping)
             masters = [parameter for parameter in parameters if parameter.requires_grad]
-        return [_local(tensor) for tensor in masters if _local(tensor).numel()]
+        return [_get_local_part(tensor) for tensor in masters if _get_local_part(tensor).numel()]
 
     def _pick_all(self, tensors: list[Any]) -> Any:
         if [int(tensor.numel()) for tensor in tensors] != self.sample.sizes:
@@ -176,7 +178,7 @@ class Movement(ProbePiece):
             return
         self.reported = step
         with self.record.quietly("weights"):
-            change = (self._pick_all(self._tensors()) - self.before).abs()
+            change = (self._pick_all(self._collect_tensors()) - self.before).abs()
             sampled = int(change.numel())
             # NaN counts as moved
             still = int((change <= FLOOR).sum())

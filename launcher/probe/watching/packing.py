@@ -72,9 +72,9 @@ def batch_of(ids: Any, facts: dict[str, Any]) -> TokenBatch:
     """What a model of transformers' is given, or what is known under the same names."""
     return TokenBatch(
         ids,
-        _if_shaped_as(ids, facts.get("labels")),
+        _keep_if_shaped_as(ids, facts.get("labels")),
         facts.get("attention_mask"),
-        _if_shaped_as(ids, facts.get("position_ids")),
+        _keep_if_shaped_as(ids, facts.get("position_ids")),
         facts.get("cu_seq_lens_q"),
         _count_samples(facts.get("cu_seq_lens_q")),
     )
@@ -96,7 +96,7 @@ def _count_samples(ends: Any) -> int:
     return 0 if ends is None else int(ends.numel()) - 1
 
 
-def _if_shaped_as(ids: Any, tensor: Any) -> Any:
+def _keep_if_shaped_as(ids: Any, tensor: Any) -> Any:
     if tensor is None or ids.dim() != 2 or tensor.shape != ids.shape:
         return None
     return tensor
@@ -118,7 +118,7 @@ class Packing(ProbePiece):
         if self.on or (self.looks >= LOOKS and self.process.step >= self.settings.within):
             return
         self.looks += 1
-        detail = self._packed_by(module, batch)
+        detail = self._describe_packing(module, batch)
         packed = detail is not None
         if self.on is not None and not packed:
             return
@@ -132,7 +132,7 @@ class Packing(ProbePiece):
         else:
             self.contract.note("packing", state)
 
-    def _packed_by(self, module: Any, batch: TokenBatch) -> str | None:
+    def _describe_packing(self, module: Any, batch: TokenBatch) -> str | None:
         """How the batch shows that its rows hold several samples; None if it does not."""
         if batch.samples > 1:
             return f"{batch.samples} samples in one row (cu_seq_lens)"
@@ -171,7 +171,7 @@ class Packing(ProbePiece):
             process.testing = True
             try:
                 before, after = leak(module, pair)
-                self._tell(module, before, after, pair, time.perf_counter() - begun)
+                self._tell_losses(module, before, after, pair, time.perf_counter() - begun)
             except Exception as failure:
                 error = failure
             finally:
@@ -182,7 +182,7 @@ class Packing(ProbePiece):
             reason = f"{type(error).__name__}: {error}"
             self.record.write("packing_isolation", state="untested", reason=reason)
 
-    def _tell(
+    def _tell_losses(
         self, module: Any, before: float, after: float, pair: "SamplePair", seconds: float
     ) -> None:
         base = base_of(module)
@@ -226,16 +226,17 @@ def facts_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     places = torch.arange(width, device=ids.device).expand(rows, width)
     document = torch.searchsorted(ends, places.contiguous(), right=True)
     begins = pad(ends, (1, 0)).gather(1, document)
-    facts = {"position_ids": places - begins}
+    positions = places - begins
     labels = kwargs.get("labels")
-    if labels is not None and labels.shape == ids.shape:
-        shifted = pad(labels[:, :-1], (1, 0), value=UNLABELLED)
-        # padding repeats one token to the end of the row, without a label
-        repeats = (ids == ids[:, -1:]) & (shifted == UNLABELLED)
-        padding = repeats.int().flip(1).cumprod(1).flip(1).bool()
-        facts["labels"] = shifted
-        facts["position_ids"] = facts["position_ids"].masked_fill(padding, 0)
-    return facts
+    if labels is None or labels.shape != ids.shape:
+        return {"position_ids": positions}
+    shifted = pad(labels[:, :-1], (1, 0), value=UNLABELLED)
+    # padding repeats one token to the end of the row, without a label
+    repeats = (ids == ids[:, -1:]) & (shifted == UNLABELLED)
+    from_end = repeats.int().flip(1)
+    padding = from_end.cumprod(1).flip(1).bool()
+    positions = positions.masked_fill(padding, 0)
+    return {"labels": shifted, "position_ids": positions}
 
 
 def _all_agree(agrees: bool, device: Any, world: int) -> bool:
@@ -273,7 +274,7 @@ def starts_of(positions: Sequence[int]) -> list[int]:
     return [*starts, len(positions)]
 
 
-def _spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
+def _find_spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
     """A row with several samples, and where they are; no spans if there is none."""
     if batch.ends is not None:
         return 0, list(itertools.pairwise(batch.ends.tolist()))
@@ -314,8 +315,8 @@ def two_samples(
         raise ValueError("the batch is not plain rows of tokens")
     if kwargs.get("shift_labels") is not None:
         raise ValueError("the sequence is split over several GPUs")
-    row, spans = _spans(module, whole)
-    neighbours = _first_neighbours(spans)
+    row, spans = _find_spans(module, whole)
+    neighbours = _find_first_neighbours(spans)
     if neighbours is None:
         return None
     torch = sys.modules["torch"]
@@ -354,12 +355,12 @@ def two_samples(
         is_second = torch.arange(first + second, device=ids.device)[None] >= first
         batch["seq_idx"] = is_second.to(batch["seq_idx"].dtype)
     if "labels" in batch:
-        batch["labels"] = _labels_of_second(batch, first)
+        batch["labels"] = _label_second(batch, first)
     changed = _change_first(batch["input_ids"], first)
     return None if changed is None else SamplePair(batch, changed, first, second)
 
 
-def _first_neighbours(spans: list[Span]) -> tuple[int, int, int] | None:
+def _find_first_neighbours(spans: list[Span]) -> tuple[int, int, int] | None:
     """Where the first two adjacent samples begin, meet and end."""
     long = [span for span in spans if span[1] - span[0] >= 2]
     for (begin, split), (start, end) in itertools.pairwise(long):
@@ -368,7 +369,7 @@ def _first_neighbours(spans: list[Span]) -> tuple[int, int, int] | None:
     return None
 
 
-def _labels_of_second(batch: dict[str, Any], first: int) -> Any:
+def _label_second(batch: dict[str, Any], first: int) -> Any:
     """Labels of the second sample alone, without its first token, which nobody predicts."""
     labels = batch["input_ids"].clone()
     labels[:, : first + 1] = UNLABELLED
@@ -413,7 +414,7 @@ def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
             for tokens in (ids, pair.changed):
                 rewind()
                 result = module(**{**pair.batch, "input_ids": tokens})
-                losses.append(_loss_of(result, ids, pair.first))
+                losses.append(_read_loss(result, ids, pair.first))
         before, after = torch.stack(losses).tolist()
     finally:
         rewind()
@@ -422,17 +423,20 @@ def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
     return before, after
 
 
-def _loss_of(result: Any, ids: Any, first: int) -> Any:
+def _read_loss(result: Any, ids: Any, first: int) -> Any:
     """The mean loss of the tokens behind `first`, whatever form the model returns it in."""
     torch = sys.modules["torch"]
     log_probs = getattr(result, "log_probs", None)
     if log_probs is not None:
-        return -log_probs.double().sum() / (ids.shape[1] - first - 1)
+        predicted = ids.shape[1] - first - 1
+        return -log_probs.double().sum() / predicted
     loss = getattr(result, "loss", None)
     if loss is None:
-        logits = result.logits[0, first:-1]
-        return torch.nn.functional.cross_entropy(logits.float(), ids[0, first + 1 :]).double()
+        logits = result.logits[0, first:-1].float()
+        targets = ids[0, first + 1 :]
+        return torch.nn.functional.cross_entropy(logits, targets).double()
+    loss = loss.detach().double()
     if loss.numel() > 1:
         # OLMo-core's head under DPO: the log-probability of the next token, at each token
-        return -loss[0, first:-1].detach().double().mean()
-    return loss.detach().double().reshape(())
+        return -loss[0, first:-1].mean()
+    return loss.reshape(())

@@ -181,7 +181,7 @@ class Probe:
         self.watchdog.end_step(seconds, first=process.step == 1)
         losses = self.tally.scalars["loss"]
         parts = 1 if self.settings.divides_loss else max(1, len(losses))
-        event = self._step_event(now)
+        event = self._build_step_event(now)
         self.steps.add(self.tally, ClosedStep(seconds, self.optimizer.scaled, parts, event))
         # a step lasts from the end of the one before: it includes data loading and logging
         process.step_begun = now
@@ -193,7 +193,7 @@ class Probe:
             self.data.report()
         self.contract.after_step(process.step)
 
-    def _step_event(self, now: float) -> dict[str, Any]:
+    def _build_step_event(self, now: float) -> dict[str, Any]:
         event = {
             "step": self.process.at,
             "elapsed": round(now - self.process.begun, 4),

@@ -53,10 +53,10 @@ def spare_streams() -> None:
             stream = getattr(sys, name)
             if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 stream.flush()
-                setattr(sys, name, _over_console(stream))
+                setattr(sys, name, _wrap_console(stream))
 
 
-def _over_console(stream: Any) -> io.TextIOWrapper:
+def _wrap_console(stream: Any) -> io.TextIOWrapper:
     raw: Any = Console(stream.fileno(), "w", closefd=False)
     if not isinstance(stream.buffer, io.FileIO):
         raw = io.BufferedWriter(raw)

@@ -93,7 +93,7 @@ def main() -> None:
         run(probe.settings.target)
         export(probe)
     except SystemExit as stop:
-        code = _exit_code(stop)
+        code = _convert_exit_code(stop)
         raise
     except BaseException as error:
         code = 1
@@ -108,7 +108,7 @@ def main() -> None:
         record.write("end", exit=code)
 
 
-def _exit_code(stop: SystemExit) -> int:
+def _convert_exit_code(stop: SystemExit) -> int:
     """As Python exits: a message counts as 1."""
     if stop.code is None:
         return 0

@@ -202,10 +202,10 @@ class Steps(ProbePiece):
         step = event["step"]
         self.data.add_sums(values)
         losses = values.get("loss", [])
-        norm = _first(values.get("norm", ()))
+        norm = _get_first(values.get("norm", ()))
         gradient = norm
         if gradient is None:
-            gradient = _first(values.get("sampled", ()))
+            gradient = _get_first(values.get("sampled", ()))
         valid = all(math.isfinite(loss) for loss in losses)
         # a loss scaler expects overflows, and skips such a step
         stable = closed.scaled or gradient is None or math.isfinite(gradient)
@@ -224,9 +224,9 @@ class Steps(ProbePiece):
             rows=rows,
             tokens=tokens,
             wasted=positions - tokens,
-            seconds=round(self._device_seconds(reading, closed.seconds), 4),
+            seconds=round(self._measure_device_seconds(reading, closed.seconds), 4),
             **event,
-            **_preferences(values),
+            **_average_preferences(values),
         )
         if not valid:
             value = next(loss for loss in losses if not math.isfinite(loss))
@@ -238,7 +238,7 @@ class Steps(ProbePiece):
             if step == 1:
                 self.caches.check_first_loss(mean)
 
-    def _device_seconds(self, reading: Reading, seconds: float) -> float:
+    def _measure_device_seconds(self, reading: Reading, seconds: float) -> float:
         """By the device's clock, since the step before; `seconds`, the host's, without a device."""
         if reading.event is None:
             return seconds
@@ -248,11 +248,11 @@ class Steps(ProbePiece):
         return seconds
 
 
-def _first(values: Sequence[float]) -> float | None:
+def _get_first(values: Sequence[float]) -> float | None:
     return values[0] if values else None
 
 
-def _preferences(values: dict[str, list[float]]) -> dict[str, float]:
+def _average_preferences(values: dict[str, list[float]]) -> dict[str, float]:
     """The means of a DPO loss's margin and accuracy over the micro-batches."""
     means = {}
     for name in ("margin", "accuracy"):

@@ -125,7 +125,7 @@ def _save_to_stop(probe: Probe, accelerator: Any) -> None:
 
     Raises SystemExit afterwards.
     """
-    loop = _variables_of_loop()
+    loop = _find_loop_variables()
     if loop is None:
         return
     # the loop counts this step only later
@@ -143,7 +143,7 @@ def _save_to_stop(probe: Probe, accelerator: Any) -> None:
     probe.stop_after_save(step, folder)
 
 
-def _variables_of_loop() -> dict[str, Any] | None:
+def _find_loop_variables() -> dict[str, Any] | None:
     """The variables of open-instruct's loop that is running; None outside of one.
 
     Call it at the end only: the variables stay alive while they are looked at, and batches are
@@ -202,9 +202,13 @@ def evaluating(probe: Probe) -> Callable[..., Any]:
         for name, value in call.result.items():
             if isinstance(value, int | float):
                 metrics[name] = value
-        probe.record.write("evaluation", step=call.owner.state.global_step, metrics=metrics)
+        step = call.owner.state.global_step
+        probe.record.write("evaluation", step=step, metrics=metrics)
 
-    return observed(probe.record, before=lambda _: probe.rest(EVALUATION), after=note)
+    def rest(_: Call) -> None:
+        probe.rest(EVALUATION)
+
+    return observed(probe.record, before=rest, after=note)
 
 
 def saving(probe: Probe, folder: Callable[[Call], Any]) -> Callable[..., Any]:
@@ -289,11 +293,11 @@ def note_saved(record: EventLog, folder: Any) -> None:
 
 
 def watch_data_sets(probe: Probe, module: ModuleType) -> None:
-    _watch_with(probe, module, probe.caches.watch_maps, probe.data.watch_filters)
+    _call_watchers(probe, module, probe.caches.watch_maps, probe.data.watch_filters)
 
 
 def watch_tokenising(probe: Probe, module: ModuleType) -> None:
-    _watch_with(probe, module, probe.caches.watch_dataset, probe.data.watch_transformation)
+    _call_watchers(probe, module, probe.caches.watch_dataset, probe.data.watch_transformation)
 
 
 def watch_preparation(probe: Probe, module: ModuleType) -> None:
@@ -307,10 +311,12 @@ def watch_pairs(probe: Probe, module: ModuleType) -> None:
 
     probe.data.watch_pairs(module, lambda: probe.tally)
     wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
-    _watch_with(probe, module, probe.caches.watch_reference)
+    _call_watchers(probe, module, probe.caches.watch_reference)
 
 
-def _watch_with(probe: Probe, module: ModuleType, *watchers: Callable[[ModuleType], None]) -> None:
+def _call_watchers(
+    probe: Probe, module: ModuleType, *watchers: Callable[[ModuleType], None]
+) -> None:
     """Call all: one that fails, at a commit without what it looks for, does not stop the others."""
     for watch in watchers:
         with probe.record.quietly(f"watching {module.__name__}"):
@@ -501,8 +507,10 @@ def watch_trackio(probe: Probe, module: ModuleType) -> None:
     def begin(original: Any, *args: Any, **kwargs: Any) -> Any:
         continued = os.environ.get(TRACKIO_RUN)
         # the name is the second parameter
-        if continued and len(args) < 2 and kwargs.get("name") in (None, continued):
-            kwargs = {**kwargs, "name": continued, "resume": "allow"}
+        is_by_keyword = len(args) < 2
+        if continued and is_by_keyword and kwargs.get("name") in (None, continued):
+            kwargs["name"] = continued
+            kwargs["resume"] = "allow"
         run = original(*args, **kwargs)
         with probe.record.quietly("after trackio.init"):
             _note_tracker(probe, "trackio", run.name, run.project, run.name)

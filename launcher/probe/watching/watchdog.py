@@ -87,12 +87,12 @@ class Watchdog(threading.Thread):
         """Seconds that a phase may stand still."""
         least = float(PATIENCE[phase] * self.settings.hang_seconds)
         if phase == TRAINING:
-            return max(least, self.settings.hang_factor * (self._median() or 0.0))
+            return max(least, self.settings.hang_factor * (self._compute_median() or 0.0))
         if phase == FIRST_STEP:
             return least
         return max(least, LONGEST_FACTOR * self.longest.get(phase, 0.0))
 
-    def _median(self) -> float | None:
+    def _compute_median(self) -> float | None:
         """Seconds of a step."""
         return statistics.median(self.seconds) if self.seconds else None
 
@@ -144,7 +144,7 @@ class Watchdog(threading.Thread):
             f"nothing moved for {waited:.0f} s after step {step}{during} (limit {limit:.0f} s), "
             f"rank {self.process.rank}; stacks in {path}"
         )
-        median = self._median()
+        median = self._compute_median()
         stops = self.settings.on_hang == "stop"
         self.record.write(
             "hang",

@@ -112,10 +112,10 @@ def zero_stage(values: Values) -> Iterator[Finding]:
 
 
 def listed(values: Values) -> str:
-    return _argument_name(values, "mixer_list", "dataset_mixer_list")
+    return _choose_name(values, "mixer_list", "dataset_mixer_list")
 
 
-def _argument_name(values: Values, name: str, otherwise: str) -> str:
+def _choose_name(values: Values, name: str, otherwise: str) -> str:
     """Which of two names an argument has here: it depends on the script and the commit."""
     if name in values:
         return name
@@ -163,10 +163,10 @@ def mixer_amounts(values: Values) -> Iterator[Finding]:
         return
     for index in range(0, len(words), 2):
         name, amount = map(str, words[index : index + 2])
-        yield from _amount(f"{data}[{index + 1}]", name, amount)
+        yield from _check_amount(f"{data}[{index + 1}]", name, amount)
 
 
-def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
+def _check_amount(key: str, name: str, amount: str) -> Iterator[Finding]:
     is_share = "." in amount
     try:
         number = float(amount) if is_share else int(amount)
@@ -243,7 +243,7 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
     ):
         return
     if values.schema.does(behaviour.ONE_SPLIT_A_SET):
-        yield from _one_split_a_set(key, entries, splits)
+        yield from _check_one_split_a_set(key, entries, splits)
         return
     sets = len(entries) // 2
     if len(splits) not in (1, len(entries)):
@@ -251,7 +251,7 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
             f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or "
             f"{len(entries)}, as many as `{data}` has entries"
         )
-        yield say("error", "mixer-splits", key, message, _splits_help(key, splits, sets))
+        yield say("error", "mixer-splits", key, message, _explain_splits(key, splits, sets))
         return
     if len(splits) > 1:
         unread = [index for index in range(1, len(splits), 2) if splits[index] != splits[index - 1]]
@@ -261,27 +261,27 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
             )
             help = f"the split of {entries[index - 1]} is the entry before, `{splits[index - 1]}`"
             yield say("warning", "mixer-splits", f"{key}[{index}]", message, help)
-    yield from _splits_of_files(key, entries, splits)
+    yield from _check_splits_of_files(key, entries, splits)
 
 
-def _one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
+def _check_one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
     sets = len(entries) // 2
     if len(splits) not in (1, sets):
         message = (
             f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {sets}, "
             "one for each set"
         )
-        yield say("error", "mixer-splits", key, message, _set_splits_help(key, splits, sets))
+        yield say("error", "mixer-splits", key, message, _explain_set_splits(key, splits, sets))
         return
     of_entries = splits
     if len(splits) > 1:
         of_entries = [split for split in splits for _ in range(2)]
-    for fault in _splits_of_files(key, entries, of_entries):
+    for fault in _check_splits_of_files(key, entries, of_entries):
         place = int(re.findall(r"\d+", str(fault.key))[-1])
         yield replace(fault, key=f"args.{key}[{place // 2}]")
 
 
-def _set_splits_help(key: str, splits: list[str], sets: int) -> str:
+def _explain_set_splits(key: str, splits: list[str], sets: int) -> str:
     pairs = zip(splits[::2], splits[1::2], strict=False)
     if len(splits) == 2 * sets and all(first == second for first, second in pairs):
         return (
@@ -290,7 +290,7 @@ def _set_splits_help(key: str, splits: list[str], sets: int) -> str:
     return f"write one split for all sets, such as `{key}: [train]`"
 
 
-def _splits_help(key: str, splits: list[str], sets: int) -> str:
+def _explain_splits(key: str, splits: list[str], sets: int) -> str:
     if len(splits) != sets:
         return f"write one split for all sets, such as `{key}: [train]`"
     if len(set(splits)) == 1:
@@ -299,7 +299,7 @@ def _splits_help(key: str, splits: list[str], sets: int) -> str:
     return f"repeat each split, once for the name and once for the amount: `{key}: [{doubled}]`"
 
 
-def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
+def _check_splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
     """dataset_transformation.py::DatasetConfig.__post_init__[for local jsonl],
     dataset_transformation.py::DatasetConfig.__post_init__[for local parquet]: a file is one split,
     and its name is train.
@@ -328,7 +328,7 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
 )
 def foreign_cache_key(values: Values) -> Iterator[Finding]:
     """No data are named beside such a key."""
-    key = _argument_name(values, "dataset_config_hash", "config_hash")
+    key = _choose_name(values, "dataset_config_hash", "config_hash")
     if values[key] is not None:
         message = (
             f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
@@ -380,7 +380,7 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
 def no_checkpoints(values: Values) -> Iterator[Finding]:
     """SFT writes none without; short runs need none."""
     steps = values["max_train_steps"]
-    counts = _row_counts(values)
+    counts = _count_rows(values)
     if values["checkpointing_steps"] is not None or (isinstance(steps, int) and steps <= 200):
         return
     if counts and max(counts) <= 2000:
@@ -390,7 +390,7 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
     yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
 
 
-def _row_counts(values: Values) -> list[int]:
+def _count_rows(values: Values) -> list[int]:
     """How many rows of each set are trained on; empty where one of them is a share."""
     words = values[listed(values)] or []
     amounts = [str(amount) for amount in words[1::2]]
@@ -442,7 +442,7 @@ def samples_crash(values: Values) -> Iterator[Finding]:
     # (dpo_utils.py::DPOLossType.needs_reference_model[return self in])
     if limit is None or values["loss_type"] == "simpo":
         return
-    counts = _row_counts(values)
+    counts = _count_rows(values)
     if counts and sum(counts) <= limit:
         return  # it leaves nothing out
     message = "`max_train_samples` crashes: the reference cache misses the samples left out"
@@ -562,7 +562,7 @@ def no_epochs(values: Values) -> Iterator[Finding]:
     """Read where no number of steps is given, and written over, which is why the reads of the
     source alone do not tell.
     """
-    key = _argument_name(values, "num_epochs", "num_train_epochs")
+    key = _choose_name(values, "num_epochs", "num_train_epochs")
     steps = values["max_train_steps"]
     if steps is None and isinstance(values[key], int) and values[key] < 1:
         message = f"`{key}: {values[key]}`: the model is saved untrained"
@@ -613,7 +613,7 @@ def unknown_template(values: Values) -> Iterator[Finding]:
 )
 def unknown_function(values: Values) -> Iterator[Finding]:
     """Upstream looks them up by name."""
-    key = _argument_name(values, "transform_fn", "dataset_transform_fn")
+    key = _choose_name(values, "transform_fn", "dataset_transform_fn")
     names = [("GET_TOKENIZER_FN", "get_tokenizer_fn", values["get_tokenizer_fn"])]
     names += [
         ("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())
@@ -697,7 +697,7 @@ def no_output(values: Values) -> Iterator[Finding]:
 )
 def unexpanded(values: Values) -> Iterator[Finding]:
     """Upstream takes these paths as they are."""
-    cache = _argument_name(values, "dataset_local_cache_dir", "local_cache_dir")
+    cache = _choose_name(values, "dataset_local_cache_dir", "local_cache_dir")
     for key in ("output_dir", cache):
         text = str(values.get(key))
         if values.given(key) and _UNEXPANDED.match(text):

@@ -42,7 +42,7 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     values = context.values
     key = listed(values)
     patience = seconds or values["timeout"]
-    rows = _known_rows(values[key] or [])
+    rows = _count_known_rows(values[key] or [])
     # one process waits for nobody; 0 is the CPU, one process too
     if context.gpus in {0, 1} or not isinstance(patience, int) or caches_only(context):
         return
@@ -69,7 +69,7 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     yield say("warning", "tokenising-outlasts", key, message, help)
 
 
-def _known_rows(words: list[str]) -> int:
+def _count_known_rows(words: list[str]) -> int:
     """Rows that a mixer list asks for, at least: sets of unknown size count as nothing."""
     pairs = zip(words[::2], words[1::2], strict=False)
     return sum(entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
@@ -105,7 +105,7 @@ def local_rows(context: Context) -> Iterator[Finding]:
         split = "train"
         if len(splits) == 1:
             split = str(splits[0])
-        source = _source(str(word), split, context)
+        source = _find_source(str(word), split, context)
         if source is None:
             continue
         yield from data.unseen(place, source, context)
@@ -115,11 +115,11 @@ def local_rows(context: Context) -> Iterator[Finding]:
         yield from data.readable(looked)
         yield from data.same_columns(looked)
         yield from data.copies(looked)
-        if looked.survey.rows and _default_transforms(context):
-            yield from _rows(looked, context, pairs=key == "mixer_list")
+        if looked.survey.rows and _has_default_transforms(context):
+            yield from _check_rows(looked, context, pairs=key == "mixer_list")
 
 
-def _source(name: str, split: str, context: Context) -> sources.Source | None:
+def _find_source(name: str, split: str, context: Context) -> sources.Source | None:
     """Where an entry's rows lie; None for a file that is not here, of which another rule speaks."""
     if not name.endswith(LOCAL_DATA):
         return sources.of_name(name, split, None, context.environ)
@@ -128,14 +128,14 @@ def _source(name: str, split: str, context: Context) -> sources.Source | None:
     return None
 
 
-def _default_transforms(context: Context) -> bool:
+def _has_default_transforms(context: Context) -> bool:
     functions = (
         context.values.get("dataset_transform_fn") or context.values.get("transform_fn") or []
     )
     return all(str(name) in _TRANSFORMS for name in functions)
 
 
-def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]:
+def _check_rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]:
     survey = looked.survey
     read = ["messages"]
     if pairs:
@@ -162,23 +162,23 @@ def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]
         return
     for column in read:
         yield from data.same_kinds(looked, [column], "list")
-        yield from _unanswered(looked, column)
+        yield from _check_answers(looked, column)
     yield from data.unreadable_messages(looked, read)
     yield from data.empty_prompts(looked, read)
     yield from data.unread_weights(looked, read)
     yield from data.unlike_messages(looked, read)
     if pairs:
         yield from data.equal_pairs(looked)
-        yield from _promptless(looked)
+        yield from _check_prompts(looked)
     yield from data.empty_answers(looked, read)
     yield from data.conversations(looked, read)
     if not pairs:
-        yield from _tools(looked, context)
+        yield from _check_tools(looked, context)
         read = [*read, "tools"]
     yield from data.other_kinds(looked, read)
 
 
-def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
+def _check_answers(looked: Looked, column: str) -> Iterator[Finding]:
     survey = looked.survey
     count = survey.rows
     answered = survey.named(column, "role:").get("assistant")
@@ -198,7 +198,7 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
         )
 
 
-def _tools(looked: Looked, context: Context) -> Iterator[Finding]:
+def _check_tools(looked: Looked, context: Context) -> Iterator[Finding]:
     """Until #1746 the chat template of SFT gets no `tools`; since then that column holds
     descriptions of tools.
 
@@ -227,7 +227,7 @@ def _tools(looked: Looked, context: Context) -> Iterator[Finding]:
             yield looked.say("error", "data-types", message, help)
 
 
-def _promptless(looked: Looked) -> Iterator[Finding]:
+def _check_prompts(looked: Looked) -> Iterator[Finding]:
     """Both conversations hold the prompt themselves: a column `prompt` is not read."""
     bare = looked.survey.fact("chosen", "starts-with:assistant")
     if bare is not None:

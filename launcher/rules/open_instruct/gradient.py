@@ -20,26 +20,26 @@ def reversed_by_limit(context: Context) -> Iterator[Finding]:
     With DeepSpeed accelerate leaves clipping to it, and the argument is not read
     (`deepspeed.clipping`).
     """
-    limit = _limit(context)
+    limit = _read_limit(context)
     if limit is not None and limit < 0 and not context.distributed:
-        yield _reversed(limit)
+        yield _report_reversed(limit)
 
 
 @unless(behaviour.GUARDS_NEGATIVE_CLIPPING)
 @cites("dpo.py::main[max_grad_norm = args.max_grad_norm]", reviewed=("e6c3044aa620",))
 def scaled_by_limit(context: Context) -> Iterator[Finding]:
     """Since #1591 dpo.py hands OLMo-core the limit as it is: 0 scales every gradient to nothing."""
-    limit = _limit(context)
+    limit = _read_limit(context)
     if limit is None or context.values["cache_logprobs_only"]:
         return
     if limit < 0:
-        yield _reversed(limit)
+        yield _report_reversed(limit)
     elif limit == 0:
         message = f"`{_KEY}: 0` scales every gradient to 0: nothing is learnt"
         yield say("error", "reversed-gradient", _KEY, message, _INSTEAD)
 
 
-def _limit(context: Context) -> float | None:
+def _read_limit(context: Context) -> float | None:
     values = context.values
     limit = values[_KEY]
     if not isinstance(limit, int | float) or not values.given(_KEY) or caches_only(context):
@@ -47,7 +47,7 @@ def _limit(context: Context) -> float | None:
     return limit
 
 
-def _reversed(limit: float) -> Finding:
+def _report_reversed(limit: float) -> Finding:
     message = (
         f"`{_KEY}: {limit:g}` reverses every gradient at this commit: training climbs the loss"
     )

@@ -142,7 +142,9 @@ def model(values: Values) -> Iterator[Finding]:
     help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); "
     help += f"for any other {trains_instead(values)}"
     message = f"{brief(requested)} is not a model that {script_of(values)} can build"
-    yield say(severity_if_unknown(values), "unsupported-model", _shape_key(values), message, help)
+    yield say(
+        severity_if_unknown(values), "unsupported-model", _choose_shape_key(values), message, help
+    )
 
 
 @where(behaviour.MIXES_PACKED_SAMPLES)
@@ -202,12 +204,12 @@ def unexportable(values: Values) -> Iterator[Finding]:
 
 def shape_of(values: Values) -> tuple[str, str]:
     """OLMo-core's name of the shape that is built, and the argument that says so."""
-    key = _shape_key(values)
+    key = _choose_shape_key(values)
     name = str(values[key])
     return values.schema.models.get(name, name), key
 
 
-def _shape_key(values: Values) -> str:
+def _choose_shape_key(values: Values) -> str:
     if values["config_name"]:
         return "config_name"
     return "model_name_or_path"
@@ -499,9 +501,9 @@ def other_shape(context: Context) -> Iterator[Finding]:
     if named not in values.schema.configs or not model or caches_only(context):
         return
     family = model.get("model_type")
-    differing = _differing(model, named)
+    differing = _find_differences(model, named)
     help = f"no `config_name` fits it: {trains_instead(values)}"
-    fitting = _fitting_shape(model)
+    fitting = _find_fitting_shape(model)
     if fitting is not None:
         help = f"write `config_name: {fitting}`"
     if family not in _LOADED and family in architecture.FAMILIES:
@@ -522,15 +524,15 @@ def other_shape(context: Context) -> Iterator[Finding]:
         yield say(severity, "other-shape", key, message, help)
 
 
-def _fitting_shape(model: Mapping[str, Any]) -> str | None:
+def _find_fitting_shape(model: Mapping[str, Any]) -> str | None:
     for shape in _SHAPES:
         # OLMo-core does not scale llama's rotary embedding
-        if shape != "llama3_8B" and not _differing(model, shape):
+        if shape != "llama3_8B" and not _find_differences(model, shape):
             return shape
     return None
 
 
-def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
+def _find_differences(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
     """What OLMo-core's shape has otherwise than a model's config, which may leave something out."""
     expected = zip(_SIZES, _SHAPES.get(shape, ()), strict=False)
     return {size: n for size, n in expected if model.get(size) not in (None, n)}
@@ -556,7 +558,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     by_transformers = shape_of(values)[0].startswith(_HYBRID)
     asks_hub = far and not model_config.is_path(name) and not by_transformers
     if variable is None or not asks_hub or caches_only(context):
-        yield from _missing_weights(context)
+        yield from _check_missing_weights(context)
         return
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
     message = f"{variable} is set and {brief(name)} is a hub name: "
@@ -568,7 +570,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
 
-def _missing_weights(context: Context) -> Iterator[Finding]:
+def _check_missing_weights(context: Context) -> Iterator[Finding]:
     """olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of
     OLMo-core's own, no folder and nothing of the hub's.
     """
@@ -607,11 +609,11 @@ def accumulation(context: Context) -> Iterator[Finding]:
     is_planned = context.split is not None and context.split.total is not None
     if context.values["packing"] and not is_planned and (context.accumulation or 1) > 1:
         help = "write the pairs of a row as `per_device`, without accumulation"
-        message = _accumulated(context.accumulation)
+        message = _explain_accumulation(context.accumulation)
         yield say("warning", "accumulation-packed", "gradient_accumulation_steps", message, help)
 
 
-def _accumulated(times: int | None) -> str:
+def _explain_accumulation(times: int | None) -> str:
     """dpo.py::main[args.gradient_accumulation_steps]: a step's pairs of one rank go into one row
     (data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]), or wait for the
     next.
@@ -727,7 +729,7 @@ def filled_step(context: Context) -> Iterator[Finding]:
     if split is None or split.rows is None or values["cache_dataset_only"]:
         return
     times = context.accumulation or 1
-    yield from _too_few_rows(
+    yield from _check_row_count(
         values, split.rows, each=context.per_device or 1, times=times, devices=split.devices
     )
 
@@ -743,7 +745,9 @@ def packed_batch(context: Context) -> Iterator[Finding]:
         f"`batch.global` is at most `per_device` x {split.devices} GPU(s) here: choose the "
         "learning rate for that"
     )
-    yield say_of_option("warning", "accumulation-packed", "batch.global", _accumulated(times), help)
+    yield say_of_option(
+        "warning", "accumulation-packed", "batch.global", _explain_accumulation(times), help
+    )
 
 
 def degrees(values: Values, processes: int) -> Iterator[Finding]:
@@ -755,13 +759,13 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
     """
     tensor = values["tensor_parallel_degree"]
     if not isinstance(tensor, int) or tensor < 1 or processes % tensor:
-        yield _uneven("tensor_parallel_degree", tensor, processes, "processes")
+        yield _report_uneven("tensor_parallel_degree", tensor, processes, "processes")
         return
     world = processes // tensor
     chosen = {key: values[key] for key in _DEGREES if values.get(key) is not None}
     for key, degree in chosen.items():
         if degree < 1 or world % degree:
-            yield _uneven(key, degree, world, "data-parallel processes")
+            yield _report_uneven(key, degree, world, "data-parallel processes")
             return
     if len(chosen) == 2 and math.prod(chosen.values()) != world:
         shards, replicas = chosen.values()
@@ -772,7 +776,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         yield say("error", "shard-degree", "fsdp_num_replicas", message, help)
 
 
-def _too_few_rows(
+def _check_row_count(
     values: Values, rows: int, *, each: int, times: int, devices: int
 ) -> Iterator[Finding]:
     """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference
@@ -810,7 +814,7 @@ def _too_few_rows(
         )
 
 
-def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
+def _report_uneven(key: str, degree: Any, world: int, what: str) -> Finding:
     message = f"`{key}: {degree}` does not divide {world} {what}"
     help = one_divisor(world)
     if key != "tensor_parallel_degree":

@@ -31,7 +31,7 @@ _TARGETS = "lora_target_modules"
 _SAVED = "lora_modules_to_save"
 
 
-def _targeted(context: Context, names: tuple[str, ...]) -> list[str]:
+def _select_targeted(context: Context, names: tuple[str, ...]) -> list[str]:
     """Which of these modules an adapter is put on."""
     targets = target_modules(context.values)
     if len(targets) != 1:
@@ -44,7 +44,7 @@ def _targeted(context: Context, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if pattern.fullmatch(name) or pattern.fullmatch(f"model.{name}")]
 
 
-def _config(context: Context) -> Mapping[str, Any]:
+def _read_config(context: Context) -> Mapping[str, Any]:
     """The model's config, if it lies here or stands in the table of models, with what replaces some
     of it.
     """
@@ -58,7 +58,7 @@ def _config(context: Context) -> Mapping[str, Any]:
 
 def _is_tied(context: Context) -> bool:
     """Whether embedding and output layer are one matrix."""
-    config = _config(context)
+    config = _read_config(context)
     tied = config.get(
         "tie_word_embeddings", model_config.text_part(config).get("tie_word_embeddings")
     )
@@ -74,9 +74,13 @@ def _is_tied(context: Context) -> bool:
 def head_refused(context: Context) -> Iterator[Finding]:
     """No adapter on the output layer, tied or not."""
     values = context.values
-    if not values["use_peft"] or not values.schema.tested or not _targeted(context, (_HEAD,)):
+    if (
+        not values["use_peft"]
+        or not values.schema.tested
+        or not _select_targeted(context, (_HEAD,))
+    ):
         return
-    if _config(context).get("model_type") in _OTHER_HEADS:
+    if _read_config(context).get("model_type") in _OTHER_HEADS:
         return
     message = (
         f"`{_TARGETS}` has `{_HEAD}`: TRL refuses an adapter on the output layer, it would never "
@@ -94,7 +98,7 @@ def tied_targets(context: Context) -> Iterator[Finding]:
     names: tuple[str, ...] = _EMBEDDINGS
     if not context.values.schema.tested:
         names = (*_EMBEDDINGS, _HEAD)
-    targeted = _targeted(context, names)
+    targeted = _select_targeted(context, names)
     if not targeted or not _is_tied(context):
         return
     shown = " and ".join(f"`{name}`" for name in targeted)

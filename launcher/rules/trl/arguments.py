@@ -69,7 +69,7 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
 def out_of_range(values: Values) -> Iterator[Finding]:
     """Each number against the ranges of the table above."""
     for finding in outside(values, RANGES):
-        if finding.key != "args.beta" or _compares(values):
+        if finding.key != "args.beta" or _has_comparing_loss(values):
             yield finding
 
 
@@ -216,12 +216,12 @@ _READ_BY: Mapping[str, frozenset[str] | None] = {
 }
 
 
-def _losses(values: Values) -> list[str]:
+def _list_losses(values: Values) -> list[str]:
     return words(values["loss_type"])
 
 
-def _compares(values: Values) -> bool:
-    return any(loss != "sft" for loss in _losses(values))
+def _has_comparing_loss(values: Values) -> bool:
+    return any(loss != "sft" for loss in _list_losses(values))
 
 
 @cites("trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[for loss_type, loss_weight]")
@@ -229,10 +229,10 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
     """Each loss reads its own numbers, and the others do nothing."""
     if not values.schema.tested:
         return
-    losses = {*_losses(values)}
+    losses = {*_list_losses(values)}
     for key, readers in _READ_BY.items():
         if readers is None:
-            is_read = _compares(values)
+            is_read = _has_comparing_loss(values)
             by = "any loss of pairs"
         else:
             is_read = not losses.isdisjoint(readers)
@@ -255,9 +255,9 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
 )
 def zero_beta(values: Values) -> Iterator[Finding]:
     """`dpo_trainer.py` divides by it; the others multiply what they compare with it."""
-    if values["beta"] != 0 or not _compares(values):
+    if values["beta"] != 0 or not _has_comparing_loss(values):
         return
-    for loss in _losses(values):
+    for loss in _list_losses(values):
         if loss in ("ipo", "sppo_hard"):
             yield say("error", "zero-beta", "beta", f"`beta: 0` divides by zero in the loss {loss}")
             return
@@ -267,7 +267,7 @@ def zero_beta(values: Values) -> Iterator[Finding]:
     yield say("warning", "zero-beta", "beta", message)
 
 
-def _under(cited: str, switch: str, key: str) -> Rule:
+def _make_switch_rule(cited: str, switch: str, key: str) -> Rule:
     help = f"add `{switch}: true`, or delete the line"
     return unread(cited, key, itemgetter(switch), f"where `{switch}` is set", help)
 
@@ -433,7 +433,7 @@ _SHARED: tuple[Rule, ...] = (
         lambda v: not str(v["lr_scheduler_type"]).startswith("constant"),
         "with another `lr_scheduler_type` than a constant one",
     ),
-    _under(
+    _make_switch_rule(
         "transformers/trainer.py::Trainer.train[every_n_layers = gc_kwargs.pop]",
         "gradient_checkpointing",
         "gradient_checkpointing_kwargs",
@@ -511,17 +511,17 @@ _DPO: tuple[Rule, ...] = (
         "by other trainers than DPO's",
         "delete the line: some losses read `label_smoothing`",
     ),
-    _under(
+    _make_switch_rule(
         "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if args.precompute_ref_log_probs #3]",
         "precompute_ref_log_probs",
         "precompute_ref_batch_size",
     ),
-    _under(
+    _make_switch_rule(
         "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if args.sync_ref_model]",
         "sync_ref_model",
         "ref_model_sync_steps",
     ),
-    _under(
+    _make_switch_rule(
         "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if args.sync_ref_model]",
         "sync_ref_model",
         "ref_model_mixup_alpha",

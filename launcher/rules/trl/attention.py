@@ -45,7 +45,7 @@ def choose(preferred: Sequence[str], context: Context) -> Choice:
     """The first of these that can be had here; what is not known speaks for it."""
     reasons: list[str] = []
     for name in preferred:
-        reason = lacking(name, context) or _unfit(name, context)
+        reason = lacking(name, context) or _explain_unfit(name, context)
         if reason is None:
             return Choice(name, "; ".join(reasons))
         reasons.append(f"{name}: {reason}")
@@ -69,12 +69,12 @@ def lacking(name: str, context: Context) -> str | None:
     if context.lacks(package):
         return f"the trainer's Python has no {package}"
     version = (context.packages or {}).get(package) or ""
-    if name == "flash_attention_2" and version and _release(version) < _OLDEST:
+    if name == "flash_attention_2" and version and _parse_release(version) < _OLDEST:
         return f"flash-attn {version} is older than {'.'.join(map(str, _OLDEST))}"
     return None
 
 
-def _unfit(name: str, context: Context) -> str | None:
+def _explain_unfit(name: str, context: Context) -> str | None:
     """transformers/integrations/flash_attention.py::get_target_dtype[return next(layer]: float32
     goes to kernels that refuse it at the first step.
     """
@@ -89,7 +89,7 @@ def _unfit(name: str, context: Context) -> str | None:
     return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _parse_release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
@@ -124,7 +124,7 @@ def missing(context: Context) -> Iterator[Finding]:
 @cites("transformers/integrations/flash_attention.py::get_target_dtype[return next(layer]")
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
-    why = _unfit(str(name), context)
+    why = _explain_unfit(str(name), context)
     # on the CPU there is none at all
     if why is not None and context.gpus != 0:
         help = "write `bf16: true`, or `dtype: bfloat16`"

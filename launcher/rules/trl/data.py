@@ -34,7 +34,7 @@ _PAIRS_HELP = "these are pairs: `stage: dpo` trains on them"
 _RELATIVE = "relative paths start where launch is started; `~` is not expanded"
 
 
-def _data_set(context: Context) -> str | None:
+def _find_data_set(context: Context) -> str | None:
     """The data set that `load_dataset` would be asked for
     (trl/scripts/sft.py::main[dataset = load_dataset]).
     """
@@ -49,7 +49,7 @@ def _data_set(context: Context) -> str | None:
     "datasets/load.py::dataset_module_factory[raise FileNotFoundError(f]",
 )
 def data_here(context: Context) -> Iterator[Finding]:
-    name = _data_set(context)
+    name = _find_data_set(context)
     if name is None:
         return
     if is_file(Path(name)):
@@ -61,7 +61,7 @@ def data_here(context: Context) -> Iterator[Finding]:
     elif name in sources.LOADERS:
         yield from data.loader_name(_KEY, name)
     elif _looks_like_list(name):
-        yield _no_name(_KEY, name)
+        yield _report_bad_name(_KEY, name)
     elif not exists(Path(name)) and _is_local(name):
         what = "folder"
         if _has_data_suffix(name):
@@ -90,16 +90,16 @@ def sets_here(context: Context) -> Iterator[Finding]:
         elif entry.path in sources.LOADERS and entry.data_files is None and entry.data_dir is None:
             yield from data.loader_name(key, entry.path)
         elif _looks_like_list(entry.path):
-            yield _no_name(key, entry.path)
+            yield _report_bad_name(key, entry.path)
         else:
-            yield from _missing_files(entry, context)
+            yield from _check_missing_files(entry, context)
 
 
-def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
+def _check_missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
     key = "path"
     missing: tuple[str, ...] = (entry.path,)
     if exists(Path(entry.path)) or not _is_local(entry.path) or entry.path in sources.LOADERS:
-        key = _files_key(entry)
+        key = _find_files_key(entry)
         missing = entry.source(entry.first_split(), context.environ).missing
     what = "folder"
     if key == "data_files":
@@ -115,7 +115,7 @@ def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "missing-data", f"{entry.key}.{key}", message, help)
 
 
-def _files_key(entry: SetEntry) -> str:
+def _find_files_key(entry: SetEntry) -> str:
     """The key of an entry that names its files."""
     if entry.data_files is not None:
         return "data_files"
@@ -135,7 +135,7 @@ def _looks_like_list(name: str) -> bool:
     return not text or (text[0] in "[{" and not exists(Path(name)))
 
 
-def _no_name(key: str, name: str) -> Finding:
+def _report_bad_name(key: str, name: str) -> Finding:
     if not name.strip():
         return say(
             "error",
@@ -186,7 +186,7 @@ class _Part:
         return Looked(key=self.key, source=self.source, survey=self.piece.survey(columns))
 
 
-def _parts(context: Context) -> list[_Part]:
+def _list_parts(context: Context) -> list[_Part]:
     """The rows that are trained on; none where the command line names them in another way."""
     values = context.values
     if prepared(values):
@@ -199,16 +199,16 @@ def _parts(context: Context) -> list[_Part]:
                 _Part(key=part.entry.key, piece=piece, entry=part.entry) for piece in part.pieces
             ]
         return parts
-    source = _source(context)
+    source = _find_source(context)
     if source is not None:
         parts.append(_Part(key=_KEY, piece=Piece(source=source, rows=None)))
     return parts
 
 
-def _source(context: Context) -> sources.Source | None:
+def _find_source(context: Context) -> sources.Source | None:
     """The rows that `dataset_name` gives; None where it names none, or none that are here."""
     values = context.values
-    name = _data_set(context)
+    name = _find_data_set(context)
     split = values["dataset_train_split"]
     if name is None or is_file(Path(name)) or name in sources.LOADERS:
         return None
@@ -224,16 +224,16 @@ def _is_slice(split: str) -> bool:
     return "[" in split or "+" in split
 
 
-def _looked_at(context: Context) -> list[Looked]:
+def _look_at_parts(context: Context) -> list[Looked]:
     """What is trained on, as far as there are rows to look at."""
-    looked = [part.trained() for part in _parts(context) if part.source.files]
+    looked = [part.trained() for part in _list_parts(context) if part.source.files]
     return [rows for rows in looked if rows.survey.rows]
 
 
 @cites("datasets/packaged_modules/json/json.py::Json._split_generators[pa_table = next]")
 def data_rows(context: Context) -> Iterator[Finding]:
     """A file without rows ends the run in a StopIteration."""
-    for part in _parts(context):
+    for part in _list_parts(context):
         yield from data.unseen(part.key, part.source, context)
         if part.source.files:
             whole = part.whole()
@@ -253,16 +253,16 @@ def data_rows(context: Context) -> Iterator[Finding]:
 )
 def data_columns(context: Context) -> Iterator[Finding]:
     """Columns are read by their names."""
-    for looked in _looked_at(context):
+    for looked in _look_at_parts(context):
         columns = looked.survey.columns
         if columns.intersection(_PICTURES):
-            yield from _pictures(looked, context)
+            yield from _check_pictures(looked, context)
         elif context.values.schema.pairs:
-            yield from _pairs(looked, context)
+            yield from _check_pairs(looked, context)
         elif "input_ids" in columns:
-            yield from _tokens(looked, context)
+            yield from _check_tokens(looked, context)
         else:
-            yield from _answers(looked, context)
+            yield from _check_answer_rows(looked, context)
 
 
 @cites(
@@ -274,7 +274,7 @@ def like_sets(context: Context) -> Iterator[Finding]:
 
     Columns of one name and different types are refused.
     """
-    sets = _looked_at(context)
+    sets = _look_at_parts(context)
     if not sets:
         return
     first = sets[0]
@@ -287,10 +287,8 @@ def like_sets(context: Context) -> Iterator[Finding]:
             kind_of_first = first.survey.kind(name)
             if kind == kind_of_first or looked.key == first.key:
                 continue
-            message = (
-                f"`{name}` is {_state(kind)} in `{looked.key}` and {_state(kind_of_first)} in "
-                f"`{first.key}`"
-            )
+            message = f"`{name}` is {_describe_kind(kind)} in `{looked.key}` "
+            message += f"and {_describe_kind(kind_of_first)} in `{first.key}`"
             help = (
                 "sets of one mixture need the same columns: convert one of them, or select "
                 "`columns`"
@@ -298,13 +296,13 @@ def like_sets(context: Context) -> Iterator[Finding]:
             yield looked.say("error", "data-columns", message, help)
 
 
-def _state(kind: str | None) -> str:
+def _describe_kind(kind: str | None) -> str:
     if kind is None:
         return "missing"
     return data.ARTICLES.get(kind, kind)
 
 
-def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
+def _check_pictures(looked: Looked, context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer.__init__[if self._is_vision_dataset and not],
     trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if self._is_vision_dataset and not]: the columns
     alone count, even where they are empty.
@@ -324,7 +322,7 @@ def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
     )
 
 
-def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
+def _check_tokens(looked: Looked, context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[is_processed =],
     trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[Build a]: rows that are tokenised are
     cut and filtered, and nothing else.
@@ -375,7 +373,7 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
         )
 
 
-def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
+def _check_answer_rows(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of SFT: conversations, a prompt with its completion, or a text."""
     survey = looked.survey
     values = context.values
@@ -384,21 +382,21 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     if survey.kind("conversations") == "list" and survey.count("conversations", "from-value"):
         # these alone are converted (trl/data_utils.py::is_conversational_from_value)
         chats = "conversations"
-    yield from _labelled(looked)
+    yield from _check_labels(looked)
     model = values["model_name_or_path"]
     written = data.tokenizer_template(model, values.get("chat_template_path"), context)
     if "prompt" in survey.columns:
         if "completion" not in survey.columns:
-            yield _without_completion(looked)
+            yield _report_without_completion(looked)
             return
         read = ["prompt", "completion"]
-        yield from _alike(looked, read)
+        yield from _check_alike(looked, read)
         yield from data.repeated_prompts(looked, ["completion"])
         yield from data.empty_answers(looked, ["completion"])
         yield from data.empty_prompts(looked, ["prompt"])
         yield from data.messages_as_text(looked, read)
-        yield from _untemplated(looked, "completion", written)
-        yield from _one_form(looked, read)
+        yield from _check_template(looked, "completion", written)
+        yield from _check_one_form(looked, read)
         if text in survey.columns and survey.kind("completion") == "text":
             message = (
                 f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to "
@@ -410,9 +408,9 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         chats == "conversations" or not survey.count(chats, "from-value")
     ):
         read = [chats]
-        yield from _one_form(looked, read)
+        yield from _check_one_form(looked, read)
         yield from data.same_kinds(looked, read, "list")
-        yield from _unanswered(looked, chats, values.get("assistant_only_loss") is True)
+        yield from _check_answers(looked, chats, values.get("assistant_only_loss") is True)
         yield from data.empty_answers(looked, read)
     elif text in survey.columns:
         read = [text]
@@ -420,10 +418,10 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from data.empty_answers(looked, read)
         yield from data.messages_as_text(looked, read)
         yield from data.doubled_bos(looked, read, model, context)
-        yield from _single_messages(looked, text)
-        yield from _one_form(looked, read)
+        yield from _check_single_messages(looked, text)
+        yield from _check_one_form(looked, read)
     else:
-        yield _without_answers(looked, text)
+        yield _report_without_answers(looked, text)
         return
     yield from data.unreadable_messages(looked, read)
     yield from data.empty_prompts(looked, [name for name in read if survey.kind(name) == "list"])
@@ -431,11 +429,11 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.unread_weights(looked, read)
     yield from data.unlike_messages(looked, read)
     yield from data.unwritten_tools(looked, read, written)
-    yield from _beside(looked)
+    yield from _check_beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
 
 
-def _without_completion(looked: Looked) -> Finding:
+def _report_without_completion(looked: Looked) -> Finding:
     survey = looked.survey
     if not {"chosen", "rejected"} <= survey.columns:
         help = data.convertible(looked, "add `completion`, or leave out `prompt`")
@@ -443,22 +441,22 @@ def _without_completion(looked: Looked) -> Finding:
         help = f"{_PAIRS_HELP}; for SFT on `messages` leave out `prompt`"
     else:
         help = _PAIRS_HELP
-    message = _columns_message(
+    message = _describe_columns(
         looked, "`prompt` is read together with `completion`, which is not there"
     )
     return looked.say("error", "data-columns", message, help)
 
 
-def _without_answers(looked: Looked, text: str) -> Finding:
+def _report_without_answers(looked: Looked, text: str) -> Finding:
     help = _PAIRS_HELP
     if shapes.pair_columns(looked.survey) is None:
         otherwise = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
         help = data.convertible(looked, otherwise)
     expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
-    return looked.say("error", "data-columns", _columns_message(looked, expected), help)
+    return looked.say("error", "data-columns", _describe_columns(looked, expected), help)
 
 
-def _labelled(looked: Looked) -> Iterator[Finding]:
+def _check_labels(looked: Looked) -> Iterator[Finding]:
     """Columns that TRL takes for something else, or that say which answers are not to be learnt."""
     survey = looked.survey
     if "labels" in survey.columns:
@@ -477,7 +475,7 @@ def _labelled(looked: Looked) -> Iterator[Finding]:
         )
 
 
-def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
+def _check_single_messages(looked: Looked, text: str) -> Iterator[Finding]:
     """Conversations that are spread over rows, as OASST has them."""
     survey = looked.survey
     if survey.kind("role") == "text" and survey.kind("parent_id") is not None:
@@ -490,7 +488,7 @@ def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
         )
 
 
-def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
+def _check_one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
     """trl/data_utils.py::is_conversational[True #2]: TRL asks one of these columns, by chance,
     whether the rows are conversations.
     """
@@ -510,13 +508,13 @@ def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
             yield looked.say("error", "data-columns", message, help)
 
 
-def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
+def _check_pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of DPO: two answers, with their prompt beside them or at the start of both."""
     survey = looked.survey
     if not {"chosen", "rejected"} <= survey.columns:
         expected = "DPO reads `chosen` and `rejected`, with or without `prompt`"
         yield looked.say(
-            "error", "data-columns", _columns_message(looked, expected), _pairs_help(looked)
+            "error", "data-columns", _describe_columns(looked, expected), _explain_pairs(looked)
         )
         return
     read = [name for name in ("prompt", "chosen", "rejected") if name in survey.columns]
@@ -534,12 +532,12 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
         help = data.convertible(looked, "rename them")
         yield looked.say("error", "data-columns", message, help)
         return
-    unlike = list(_alike(looked, read))
+    unlike = list(_check_alike(looked, read))
     yield from unlike
     if not unlike:
-        yield from _promptless(looked)
-        yield from _one_form(looked, read)
-        yield from _odd_turns(looked)
+        yield from _check_prompts(looked)
+        yield from _check_one_form(looked, read)
+        yield from _check_turns(looked)
     yield from data.repeated_prompts(looked, ["chosen", "rejected"])
     yield from data.equal_pairs(looked)
     yield from data.empty_answers(looked, ["chosen", "rejected"])
@@ -549,13 +547,13 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.conversations(looked, read)
     yield from data.unlike_messages(looked, read)
     written = data.tokenizer_template(context.values["model_name_or_path"], None, context)
-    yield from _untemplated(looked, "chosen", written)
+    yield from _check_template(looked, "chosen", written)
     yield from data.unwritten_tools(looked, read, written)
-    yield from _beside(looked)
+    yield from _check_beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
 
 
-def _pairs_help(looked: Looked) -> str:
+def _explain_pairs(looked: Looked) -> str:
     survey = looked.survey
     if shapes.is_labelled(survey):
         help = "these are answers with a `label`, as KTO reads them: "
@@ -567,7 +565,7 @@ def _pairs_help(looked: Looked) -> str:
     return data.convertible(looked, "rename the columns")
 
 
-def _odd_turns(looked: Looked) -> Iterator[Finding]:
+def _check_turns(looked: Looked) -> Iterator[Finding]:
     """Turns of the user in what DPO compares: they count in the loss as the answer does."""
     survey = looked.survey
     for name in ("chosen", "rejected"):
@@ -597,7 +595,7 @@ def _odd_turns(looked: Looked) -> Iterator[Finding]:
             )
 
 
-def _beside(looked: Looked) -> Iterator[Finding]:
+def _check_beside(looked: Looked) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[tools = json.loads],
     trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[**example.get],
     trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.tokenize_fn[tools = json.loads]: what is
@@ -624,18 +622,18 @@ def _beside(looked: Looked) -> Iterator[Finding]:
         yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
-def _columns_message(looked: Looked, expected: str) -> str:
-    names = brief(", ".join(_shown(name) for name in sorted(looked.survey.columns)))
+def _describe_columns(looked: Looked, expected: str) -> str:
+    names = brief(", ".join(_render_column(name) for name in sorted(looked.survey.columns)))
     return f"{brief(str(looked.source.files[0]))} has the columns {names}: {expected}"
 
 
-def _shown(name: str) -> str:
+def _render_column(name: str) -> str:
     if name and name == name.strip():
         return name
     return f"`{name}`"
 
 
-def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
+def _check_alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
     """Prompts and answers are added to each other: all texts, or all conversations
     (trl/data_utils.py::is_conversational).
     """
@@ -661,7 +659,7 @@ def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
         yield from data.same_kinds(looked, read, kinds[read[0]])
 
 
-def _promptless(looked: Looked) -> Iterator[Finding]:
+def _check_prompts(looked: Looked) -> Iterator[Finding]:
     """trl/data_utils.py::extract_prompt: without `prompt`, what both answers have in common at
     their start is the prompt.
     """
@@ -692,7 +690,7 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
         yield looked.say("warning", "no-prompt", message, "add a column `prompt`")
 
 
-def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
+def _check_answers(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in output and 1]: a row
     of which nothing would be trained ends the run.
     """
@@ -715,7 +713,7 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
         )
 
 
-def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
+def _check_template(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
     """Only lists of messages are written through the chat template."""
     # trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[if is_conversational(example #2]  # noqa: E501 - one citation
     if looked.survey.kind(column) == "text" and template:
@@ -733,7 +731,7 @@ def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[
 )
 def splits(context: Context) -> Iterator[Finding]:
     """A split is looked up by its name."""
-    if _data_set(context) is None:
+    if _find_data_set(context) is None:
         return
     read = ["dataset_train_split"]
     if context.values["eval_strategy"] != "no":
@@ -758,7 +756,7 @@ def test_split_here(context: Context) -> Iterator[Finding]:
     That is raised before the model is loaded. What the hub has is not known here.
     """
     values = context.values
-    name = _data_set(context)
+    name = _find_data_set(context)
     split = values["dataset_test_split"]
     if (
         name is None
@@ -813,7 +811,7 @@ def no_template(context: Context) -> Iterator[Finding]:
     names = ["messages", "prompt", "conversations"]
     if values.schema.pairs:
         names = ["prompt", "chosen"]
-    for looked in _looked_at(context):
+    for looked in _look_at_parts(context):
         column = next((name for name in names if looked.survey.kind(name) == "list"), None)
         if column is None:
             continue
@@ -855,7 +853,7 @@ def lengths_of_pairs(context: Context) -> Iterator[Finding]:
         message += "and TRL drops every column that DPO does not train on"
         yield say("error", "pair-lengths", key, message, advice)
         return
-    for looked in _looked_at(context):
+    for looked in _look_at_parts(context):
         if column not in looked.survey.columns:
             message = (
                 f"`{key}: {strategy}` needs the length of each pair in a column `{column}`, and "

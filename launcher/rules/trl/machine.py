@@ -177,14 +177,14 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from services.no_compiler(context, "torch_compile", cpp=not context.gpus)
 
 
-def _reports(context: Context) -> list[str]:
+def _list_reports(context: Context) -> list[str]:
     return resolved.words(context.values["report_to"])
 
 
 @cites("transformers/integrations/integration_utils.py::WandbCallback.__init__[raise RuntimeError]")
 def report_package(context: Context) -> Iterator[Finding]:
     """`integration_utils.py` and the other integrations."""
-    for name in _reports(context):
+    for name in _list_reports(context):
         packages = _REPORTS.get(name, ())
         missing = []
         if packages and context.lacks(*packages):
@@ -213,7 +213,7 @@ def report_package(context: Context) -> Iterator[Finding]:
 )
 def unknown_report(context: Context) -> Iterator[Finding]:
     """`none` and `all` stand alone."""
-    names = _reports(context)
+    names = _list_reports(context)
     if not context.values.schema.tested or names in (["none"], ["all"], ["None"]):
         return
     for name in names:
@@ -232,7 +232,7 @@ def unknown_report(context: Context) -> Iterator[Finding]:
 @cites("transformers/integrations/integration_utils.py::WandbCallback.setup[self._wandb.init]")
 def wandb_key(context: Context) -> Iterator[Finding]:
     """No one is there to answer its question."""
-    reports = _reports(context)
+    reports = _list_reports(context)
     environ = context.environ
     # `all` stands for what is installed
     wanted = "wandb" in reports or ("all" in reports and "wandb" in (context.packages or {}))

@@ -17,7 +17,7 @@ _KEY = "datasets"
 _SIZE = "test_split_size"
 
 
-def _items(values: Values) -> list[tuple[str, Any]]:
+def _list_items(values: Values) -> list[tuple[str, Any]]:
     """The entries as the stage file holds them, each with its key."""
     listed = values.get(_KEY)
     if not isinstance(listed, list):
@@ -26,13 +26,13 @@ def _items(values: Values) -> list[tuple[str, Any]]:
 
 
 def _has_mappings(values: Values) -> bool:
-    return any(isinstance(item, dict) for _, item in _items(values))
+    return any(isinstance(item, dict) for _, item in _list_items(values))
 
 
 @cites("trl/scripts/utils.py::DatasetMixtureConfig.__post_init__[= DatasetConfig]")
 def unknown_keys(values: Values) -> Iterator[Finding]:
     """`utils.py` hands each mapping to a dataclass, which refuses any other key."""
-    for place, item in _items(values):
+    for place, item in _list_items(values):
         if not isinstance(item, dict):
             continue
         for key in item:
@@ -52,7 +52,7 @@ def unknown_keys(values: Values) -> Iterator[Finding]:
 )
 def no_path(values: Values) -> Iterator[Finding]:
     """The only key without a default."""
-    for place, item in _items(values):
+    for place, item in _list_items(values):
         if isinstance(item, dict) and "path" not in item:
             message = f"`{place}` has no `path`"
             help = "add `path: <folder, name on the hub, or a reader such as json>`"
@@ -64,7 +64,7 @@ def wrong_types(values: Values) -> Iterator[Finding]:
     """Nothing is converted, and `load_dataset` gets the values as they are."""
     if not _has_mappings(values):
         return
-    for place, item in _items(values):
+    for place, item in _list_items(values):
         if not isinstance(item, dict):
             help = "write a mapping with `path`"
             if isinstance(item, str):

@@ -36,7 +36,7 @@ def json_mappings(values: Values) -> Iterator[Finding]:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
-def _eval_steps(values: Values) -> tuple[str, float | None]:
+def _read_eval_steps(values: Values) -> tuple[str, float | None]:
     """After how many steps to evaluate, and the key that says so: without one, `logging_steps`."""
     steps = number(values["eval_steps"])
     if steps:
@@ -46,7 +46,7 @@ def _eval_steps(values: Values) -> tuple[str, float | None]:
 
 @cites("transformers/training_args.py::TrainingArguments.__post_init__[evaluation strategy]")
 def eval_without_steps(values: Values) -> Iterator[Finding]:
-    key, steps = _eval_steps(values)
+    key, steps = _read_eval_steps(values)
     by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
     if by_steps and steps is not None and not steps > 0:
         message = (
@@ -68,7 +68,7 @@ def whole_steps(values: Values) -> Iterator[Finding]:
         "save_steps": values.get("save_strategy"),
     }
     if values["eval_strategy"] == "steps":
-        key, _ = _eval_steps(values)
+        key, _ = _read_eval_steps(values)
         strategies[key] = "steps"
     for key, strategy in strategies.items():
         steps = number(values.get(key))
@@ -102,7 +102,7 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
     if not values["load_best_model_at_end"] or strategies != {"steps"}:
         return
     save = number(values["save_steps"])
-    _, every = _eval_steps(values)
+    _, every = _read_eval_steps(values)
     if save is None or not every or save % every == 0:
         return
     both_shares = every < 1 and save < 1
@@ -124,7 +124,7 @@ def loss_weights(values: Values) -> Iterator[Finding]:
         yield say("error", "loss-weights", "loss_weights", message, layer="parser")
 
 
-def _no_multiple(values: Values) -> bool:
+def _is_no_multiple(values: Values) -> bool:
     multiple = values["pad_to_multiple_of"]
     if not isinstance(multiple, str) or multiple == "auto" or multiple.lower() in {"none", "null"}:
         return False
@@ -135,7 +135,7 @@ def _no_multiple(values: Values) -> bool:
     return False
 
 
-def _either(cited: str, first: str, second: str) -> Rule:
+def _make_exclusion_rule(cited: str, first: str, second: str) -> Rule:
     message = f"`{first}` and `{second}` exclude each other"
     return _refused(cited, "two-precisions", first, lambda v: v[first] and v[second], message)
 
@@ -147,17 +147,17 @@ RULES: tuple[Rule, ...] = (
     best_model_strategies,
     best_model_steps,
     loss_weights,
-    _either(
+    _make_exclusion_rule(
         "transformers/training_args.py::TrainingArguments._validate_args[be True, but not]",
         "fp16",
         "bf16",
     ),
-    _either(
+    _make_exclusion_rule(
         "transformers/training_args.py::TrainingArguments._validate_args[full eval, but]",
         "fp16_full_eval",
         "bf16_full_eval",
     ),
-    _either(
+    _make_exclusion_rule(
         "trl/trainer/model_config.py::ModelConfig.__post_init__[if self.load_in_8bit]",
         "load_in_8bit",
         "load_in_4bit",
@@ -227,7 +227,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "pad-multiple",
         "pad_to_multiple_of",
-        _no_multiple,
+        _is_no_multiple,
         "`pad_to_multiple_of` is a whole number or auto, not `{pad_to_multiple_of}`",
     ),
 )

@@ -105,7 +105,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_array(work / "downloads/test.json", map(alpaca, range(8)))
     (work / "mixture.yaml").write_text(mixture_of_the_page(), encoding="utf-8")
     (work / "trl.yaml").write_text(
-        "model_name_or_path: org/tiny\ndatasets:\n- path: alpaca\n- path: data\ntest_split_size: 5\n",
+        "model_name_or_path: org/tiny\n"
+        "datasets:\n- path: alpaca\n- path: data\n"
+        "test_split_size: 5\n",
         encoding="utf-8",
     )
     monkeypatch.chdir(work)
@@ -176,7 +178,7 @@ def test_every_preview_of_the_page_runs(
 def test_what_the_page_converts_trains_as_it_is(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`init` writes a valid file for each conversion of the page, and refuses each of its sources."""
+    """`init` writes a valid file for each conversion of the page, and refuses each source."""
     for line in commands():
         if not line.startswith("launch data convert") or "--split" in line:
             continue

@@ -37,7 +37,7 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Path:
-    return made_runs.made(rundir.runs_root() / NAME)
+    return made_runs.write_run(rundir.runs_root() / NAME)
 
 
 def make_odd_file(path: Path, kind: str) -> None:

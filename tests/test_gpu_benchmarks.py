@@ -1,4 +1,4 @@
-"""The cases of docs/benchmarks.md: what they make, how results are merged, one of them end to end."""
+"""The cases of docs/benchmarks.md: what they make, how results are merged, one end to end."""
 
 import importlib.util
 import json

@@ -47,7 +47,7 @@ START = REPOSITORY / "launcher" / "probe" / "start.py"
 
 
 class Trap:
-    """A working folder with a Python file of every importable name, and a program of every tool's."""
+    """A working folder with a Python file of every importable name and a program of every tool."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,10 @@ class Trap:
         return {name for name in listed if name.isidentifier() and name != "__main__"}
 
     def code(self, name: str) -> str:
-        return f"open({str(self.marker)!r}, 'a').write({name + os.linesep!r})\nraise SystemExit({f'ran {name}'!r})\n"
+        return (
+            f"open({str(self.marker)!r}, 'a').write({name + os.linesep!r})\n"
+            f"raise SystemExit({f'ran {name}'!r})\n"
+        )
 
     def sprung(self) -> str:
         return self.marker.read_text() if self.marker.exists() else ""
@@ -116,7 +119,12 @@ stage: sft
 backend: {backend}
 deepspeed: none
 batch: {{global: 16, per_device: 16}}
-args: {{model_name_or_path: model, dataset_name: data/sft, output_dir: out, max_steps: 2, save_strategy: "no"}}
+args:
+  model_name_or_path: model
+  dataset_name: data/sft
+  output_dir: out
+  max_steps: 2
+  save_strategy: "no"
 """
 
 COMMANDS = (

@@ -1,4 +1,4 @@
-"""Dataclasses that compile their methods when needed, compared with those of the standard library."""
+"""Dataclasses that compile their methods when needed, compared with the standard library's."""
 
 import copy
 import dataclasses

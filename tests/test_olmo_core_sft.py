@@ -310,7 +310,7 @@ def test_a_cache_without_the_mask_is_not_complete(tmp_path: Path) -> None:
 
 
 def test_steps_are_counted_in_packed_rows(tmp_path: Path) -> None:
-    """A row fits about six samples of 700 tokens. Rows that fill no step are left out each epoch."""
+    """A row fits about six samples of 700 tokens. Each epoch leaves out rows that fill no step."""
     made = plan_text(tmp_path, write_stage("num_epochs: 2"))
     assert made.steps is None
     samples = lengths.uniform(700, "test", 100_000)

@@ -46,7 +46,7 @@ ALLOWED = {
 
 
 def questions(path: Path) -> list[str]:
-    """The comparisons with the name of a trainer, a stage or a script, as they stand in a module."""
+    """The comparisons of a module with the name of a trainer, a stage or a script."""
     return [
         ast.unparse(node)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

@@ -27,7 +27,7 @@ BENCH = "20260101T000000Z-bench-x"
 def finished_run(name: str, start: float = 0, **changes: Any) -> Path:
     """A finished run that was started so many seconds after another."""
     manifest = made_runs.manifest(**{"cwd": str(Path.cwd()), **changes})
-    path = made_runs.made(rundir.runs_root() / name, told=manifest)
+    path = made_runs.write_run(rundir.runs_root() / name, record=manifest)
     os.utime(path / "run.json", (1e9 + start, 1e9 + start))
     return path
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_world import LAUNCH
-from made_runs import made, manifest
+from made_runs import manifest, write_run
 
 from launcher.cli import main
 from launcher.lifecycle import log_lines
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A finished run of TRL with 40 steps."""
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "runs" / "20260101T000000Z-sft-long"
-    return RunFolder(made(path, told=manifest(stage="sft", backend="trl")))
+    return RunFolder(write_run(path, record=manifest(stage="sft", backend="trl")))
 
 
 @pytest.fixture

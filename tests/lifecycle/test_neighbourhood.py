@@ -124,7 +124,7 @@ def test_the_index_knows_a_run_without_a_lease(world: World, findings: Findings)
     place = world.root / "o" / "model"
     saved.model(place)
     manifest = made_runs.manifest(output=str(place))
-    run = made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=manifest)
+    run = made_runs.write_run(world.root / "elsewhere" / "20260101T000000Z-sft-a", record=manifest)
     rundir.register("runs", run)
     assert "nested-output" in findings("o")
     assert "nested-output" in findings("o/model/x")

@@ -303,7 +303,7 @@ def test_a_finished_model_inside_or_above_is_named(
         # in a runs folder that only the index knows
         manifest = made_runs.manifest(output=str(place))
         path = world.root / "elsewhere" / "20260101T000001Z-dpo-b"
-        inner = RunFolder(made_runs.made(path, told=manifest))
+        inner = RunFolder(made_runs.write_run(path, record=manifest))
         rundir.register("runs", path)
         saved.model(place)
     written = names(out)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_world import World, made, until
-from made_runs import made as make_run
+from made_runs import write_run
 
 from launcher.cli import main
 from launcher.lifecycle import usage as sampling
@@ -143,7 +143,7 @@ def test_long_runs_are_sampled_at_longer_intervals(
 def test_damaged_lines_are_left_out_and_the_rest_is_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = RunFolder(make_run(tmp_path / "runs" / "a run"))
+    folder = RunFolder(write_run(tmp_path / "runs" / "a run"))
     take_samples(folder.path, make_attempt(1, devices=(GPU,)))
     with folder.usage.open("a") as stream:
         stream.write('{"t": "now"}\n{"t": 1e300}\n[1]\n{"t": 5, "cpu"\n')

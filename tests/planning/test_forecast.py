@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Write
-from made_runs import made, manifest
+from made_runs import manifest, write_run
 from typer.testing import CliRunner
 
 from launcher import files
@@ -369,7 +369,7 @@ def write_measured_run(folder: Path, tokens_per_second: int) -> None:
         machine={"gpus": ["NVIDIA H200, 143771 MiB"]},
         plan={"gpus": 4, "nodes": 1, "steps": 9},
     )
-    made(folder, told=record)
+    write_run(folder, record=record)
     metrics = {"tokens_per_second": tokens_per_second}
     files.write_json(folder / "verdict.json", {"metrics": metrics})
 

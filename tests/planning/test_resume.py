@@ -623,11 +623,11 @@ def append_events(path: Path, *events: dict[str, object]) -> None:
 
 
 def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) -> None:
-    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    path = made_runs.write_run(tmp_path / "run", steps=40, ended=False)
     # killed at 40 of more, gone on from 30, killed before it took a step, gone on from 30 again
-    made_runs.made(path, attempt=2, first=31, steps=35, scale=2, ended=False)
-    made_runs.made(path, attempt=3, first=31, steps=30, ended=False)
-    made_runs.made(path, attempt=4, first=31, steps=50, scale=3)
+    made_runs.write_run(path, attempt=2, first=31, steps=35, scale=2, ended=False)
+    made_runs.write_run(path, attempt=3, first=31, steps=30, ended=False)
+    made_runs.write_run(path, attempt=4, first=31, steps=50, scale=3)
     rows = judge.merge_rows([read_run(path, attempt=n) for n in range(1, 5)])
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert [row["seconds"] for row in rows] == [0.5] * 30 + [1.5] * 20
@@ -635,9 +635,9 @@ def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) 
 
 
 def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
-    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    path = made_runs.write_run(tmp_path / "run", steps=40, ended=False)
     first = [row["loss"] for row in read_run(path).rows]
-    made_runs.made(path, attempt=2, first=38, steps=40)
+    made_runs.write_run(path, attempt=2, first=38, steps=40)
     whole = read_whole_run(path)
     # what the first attempt did from step 38 on is not in the weights
     assert metrics.earlier_values(whole, "loss") == first[:37]
@@ -649,8 +649,8 @@ def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
 
 
 def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Path) -> None:
-    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
-    made_runs.made(path, attempt=2, first=41, steps=40)
+    path = made_runs.write_run(tmp_path / "run", steps=40, ended=False)
+    made_runs.write_run(path, attempt=2, first=41, steps=40)
     assert read_whole_run(path).probe is not None
     append_events(
         path / "probe" / "rank-0.jsonl",
@@ -668,8 +668,8 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
 
 
 def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> None:
-    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
-    made_runs.made(path, attempt=2, first=31, steps=40)
+    path = made_runs.write_run(tmp_path / "run", steps=40, ended=False)
+    made_runs.write_run(path, attempt=2, first=31, steps=40)
     record = path / "probe" / "rank-0.jsonl"
     # what the first attempt did at step 38 is not in the weights
     norms = {(1, 3): 9.0, (1, 38): 99.0, (2, 33): 2.0}

@@ -457,7 +457,7 @@ def test_gradients_that_nobody_compared_do_not_pass_where_deepspeed_corrupts_the
 ) -> None:
     deepspeed = {"version": version, "config": overlapping(stage)}
     manifest = made_runs.manifest(deepspeed=deepspeed)
-    folder = made_runs.made(tmp_path / "run", told=manifest)
+    folder = made_runs.write_run(tmp_path / "run", record=manifest)
     point = judgement.judge_run(RunFolder(folder)).verdict.point("gradients")
     assert (point.state, point.ok) == ("unknown", ok)
     assert ok or "corrupt gradients" in str(point.detail["reason"])

@@ -27,7 +27,6 @@ config = Qwen2Config(
 AutoModelForCausalLM.from_config(config).save_pretrained("model")
 ZERO
 model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16)
-CAST
 Accelerator(cpu=True).prepare(model)
 print(model.model.rotary_emb.inv_freq.dtype)
 """
@@ -48,11 +47,11 @@ ONE_RANK = {
 }  # fmt: skip
 
 
-def load_model(training: Training, *, zero: str = "", cast: str = "") -> Event:
+def load_model(training: Training, *, zero: str = "") -> Event:
     """Load a model under the probe, which leaves its frequencies in fp32; the event about them."""
     training.packages = training.folder / "no packages"
     training.environ |= {"HOME": str(training.folder), **ONE_RANK}
-    script = LOAD.replace("ZERO", zero).replace("CAST", cast)
+    script = LOAD.replace("ZERO", zero)
     done = training.run(script, python=sys.executable, options=(), cpu=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "torch.float32"

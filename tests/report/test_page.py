@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DATA
-from made_runs import console, loss, made, manifest
+from made_runs import console, loss, manifest, write_run
 from page_tree import Element, Page, rows
 
 from launcher.lifecycle import conclude
@@ -40,7 +40,7 @@ def show(*runs: Run) -> Page:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A finished DPO run of 40 steps."""
-    return RunFolder(made(tmp_path / "20260102T030405Z-dpo-tulu"))
+    return RunFolder(write_run(tmp_path / "20260102T030405Z-dpo-tulu"))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def shown(run: Run) -> Page:
 
 def crashed(tmp_path: Path, log: str, **ended: int) -> Run:
     """A run that ended after step 20."""
-    path = made(tmp_path / "run", steps=20, extra=log)
+    path = write_run(tmp_path / "run", steps=20, extra=log)
     content = json.loads((path / "exit.json").read_text())
     (path / "exit.json").write_text(json.dumps({**content, **ended}))
     return series.load_run(path)
@@ -150,7 +150,7 @@ def test_a_stopped_run_is_not_red(tmp_path: Path) -> None:
 def test_the_command_stands_above_what_it_started(tmp_path: Path) -> None:
     argv = ["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"]
     log = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
-    shown = show(*load(made(tmp_path / "run", told=manifest(launch_argv=argv), extra=log)))
+    shown = show(*load(write_run(tmp_path / "run", record=manifest(launch_argv=argv), extra=log)))
     assert shown.tree.all("a", href="https://wandb.ai/a/b/runs/c")
     versions = shown.section("versions")
     command, started = versions.all("pre")
@@ -243,7 +243,7 @@ def test_the_validation_loss_of_a_log_alone() -> None:
 
 
 def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
-    (run,) = load(made(tmp_path / "run", bad=(17, 20)))
+    (run,) = load(write_run(tmp_path / "run", bad=(17, 20)))
     data = show(run).curves["runs"][0]
     assert data["nonfinite"] == [17, 20]
     assert data["columns"]["loss"][16] is None
@@ -254,8 +254,8 @@ def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
 
 
 def test_stages_share_no_axis(tmp_path: Path) -> None:
-    sft = made(tmp_path / "sft", told=manifest(name="a", stage="sft"), steps=20)
-    dpo = made(tmp_path / "dpo", told=manifest(name="b"))
+    sft = write_run(tmp_path / "sft", record=manifest(name="a", stage="sft"), steps=20)
+    dpo = write_run(tmp_path / "dpo", record=manifest(name="b"))
     shown = show(*load(sft, dpo))
     losses = [panel for panel in shown.curves["panels"] if panel["key"].startswith("loss")]
     assert [panel["runs"] for panel in losses] == [[0], [1]]
@@ -266,7 +266,9 @@ def test_stages_share_no_axis(tmp_path: Path) -> None:
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     other = manifest(name="other")
     other["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    shown = show(*load(made(tmp_path / "one"), made(tmp_path / "two", told=other, steps=60)))
+    shown = show(
+        *load(write_run(tmp_path / "one"), write_run(tmp_path / "two", record=other, steps=60))
+    )
 
     assert [run["name"] for run in shown.curves["runs"]] == ["dpo tulu", "dpo other"]
     boxes = shown.tree.all("input", type="checkbox")
@@ -279,7 +281,7 @@ def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> No
 
 
 def test_figures_of_several_runs_show_the_difference_from_the_first(tmp_path: Path) -> None:
-    shown = show(*load(made(tmp_path / "one"), made(tmp_path / "two", scale=2)))
+    shown = show(*load(write_run(tmp_path / "one"), write_run(tmp_path / "two", scale=2)))
     head, first, second = rows(shown.tree.one("table", **{"class": "overview"}))
     speed = head.index("tokens/s")
     assert [first[speed], second[speed]] == ["6,000", "3,000−50.0%"]
@@ -408,7 +410,7 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     content["trainer"]["packages"][NASTY] = NASTY
     line = "{'loss': '0.5', 'a</script><script>alert(3)</script>': '1.5'}\n"
     log = f"{line}{TRACE}ValueError: {NASTY[:90]}\n"
-    (run,) = load(made(tmp_path / "run", told=content, extra=log))
+    (run,) = load(write_run(tmp_path / "run", record=content, extra=log))
 
     shown = show(run)
     text = shown.text
@@ -427,7 +429,9 @@ def test_no_token_gets_into_a_report(tmp_path: Path) -> None:
     content = manifest()
     content["args"]["hub_token"] = {"value": "plain", "origin": "configs/a.yaml:3"}
     content["args"]["exp_name"] = {"value": TOKEN, "origin": "configs/a.yaml:4"}
-    path = made(tmp_path / "run", told=content, extra=f"{TRACE}ValueError: bad token {TOKEN}\n")
+    path = write_run(
+        tmp_path / "run", record=content, extra=f"{TRACE}ValueError: bad token {TOKEN}\n"
+    )
     runs = load(path, path / "console.log")
 
     shown = show(*runs)

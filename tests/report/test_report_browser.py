@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S
-from made_runs import loss, made, manifest
+from made_runs import loss, manifest, write_run
 
 from launcher.report import page, series
 from launcher.report.series import Run
@@ -155,8 +155,8 @@ def shown(driver: Any, tmp_path: Path) -> Iterator[Page]:
 def runs(tmp_path: Path) -> list[Run]:
     """40 steps of half a second, and 60 of a quarter, of which two were not finite."""
     other = manifest(name="other")
-    second = made(tmp_path / "two", steps=60, told=other, bad=(30, 31), scale=0.5)
-    return series.load_runs([str(made(tmp_path / "one")), str(second)])
+    second = write_run(tmp_path / "two", steps=60, record=other, bad=(30, 31), scale=0.5)
+    return series.load_runs([str(write_run(tmp_path / "one")), str(second)])
 
 
 def test_curves_are_drawn_and_switched_off(shown: Page, runs: list[Run]) -> None:
@@ -256,7 +256,7 @@ def test_names_values_and_codes_stay_on_one_line(shown: Page, runs: list[Run]) -
 
 
 def test_equal_curves_are_both_seen(shown: Page, tmp_path: Path) -> None:
-    paths = [str(made(tmp_path / name, told=manifest(name=name))) for name in ("one", "two")]
+    paths = [str(write_run(tmp_path / name, record=manifest(name=name))) for name in ("one", "two")]
     shown.open(*series.load_runs(paths))
     assert shown.is_drawn("loss", "--c0")
     assert shown.is_drawn("loss", "--c1")
@@ -315,8 +315,8 @@ def test_a_logarithmic_scale(shown: Page, runs: list[Run]) -> None:
 
 def test_all_curves_are_saved_as_csv(shown: Page, tmp_path: Path) -> None:
     """A file from disk, of a page that may load nothing."""
-    second = made(tmp_path / "two", told=manifest(name='=2+3,"x"'), steps=60)
-    shown.open(*series.load_runs([str(made(tmp_path / "one")), str(second)]))
+    second = write_run(tmp_path / "two", record=manifest(name='=2+3,"x"'), steps=60)
+    shown.open(*series.load_runs([str(write_run(tmp_path / "one")), str(second)]))
     place = tmp_path / "downloads"
     place.mkdir()
     behaviour = {"behavior": "allow", "downloadPath": str(place)}

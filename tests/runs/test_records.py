@@ -50,7 +50,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_run(name: str = OVER, *, ended: bool = True, **manifest: Any) -> RunFolder:
     path = rundir.runs_root() / name
     content = {"cwd": str(Path.cwd()), "output": str(path / "model"), **manifest}
-    return RunFolder(made_runs.made(path, told=made_runs.manifest(**content), ended=ended))
+    return RunFolder(made_runs.write_run(path, record=made_runs.manifest(**content), ended=ended))
 
 
 @pytest.fixture
@@ -458,7 +458,7 @@ def test_runs_and_check_agree_if_only_the_probe_recorded_the_end(
     log: str, state: str, finish: str, capsys: Capture
 ) -> None:
     """The folder became read-only; the probe had its file open."""
-    path = made_runs.made(rundir.runs_root() / OVER, steps=20, ended=False, extra=log)
+    path = made_runs.write_run(rundir.runs_root() / OVER, steps=20, ended=False, extra=log)
     record = path / "probe" / "rank-0.jsonl"
     lines = record.read_text().splitlines()[:-1]
     record.write_text("\n".join([*lines, '{"event": "end", "exit": 1}', ""]))
@@ -550,10 +550,10 @@ def test_a_stray_lease_hides_no_run_that_trains(tmp_path: Path) -> None:
 
 
 def test_no_record_makes_check_write_elsewhere(tmp_path: Path) -> None:
-    elsewhere = made_runs.made(tmp_path / "elsewhere" / "a run")
+    elsewhere = made_runs.write_run(tmp_path / "elsewhere" / "a run")
     content = sorted(elsewhere.rglob("*"))
     bench = rundir.runs_root() / "20260101T000000Z-bench-x"
-    trial = made_runs.made(bench / "20260101T000001Z-dpo-trial")
+    trial = made_runs.write_run(bench / "20260101T000001Z-dpo-trial")
     samples = [{"run": str(elsewhere)}, {"run": str(trial)}, {"run": 7}]
     files.write_json(bench / "bench.json", {"samples": samples})
 
@@ -623,7 +623,7 @@ def make_rich_run() -> RunFolder:
     """A finished run of two attempts with every kind of record."""
     add_lines(make_run(), *RICH)
     path = rundir.runs_root() / OVER
-    folder = RunFolder(made_runs.made(path, told=made_runs.manifest(), attempt=2, first=20))
+    folder = RunFolder(made_runs.write_run(path, record=made_runs.manifest(), attempt=2, first=20))
     files.write_json(folder.path / "run.1.json", made_runs.manifest())
     changed = {"role": "data", "name": "a", "file": "a", "before": "1"}
     files.write_json(folder.inputs(2), {"changed": [changed]})
@@ -671,7 +671,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.chdir(root / "demo-run")
     over = make_rich_run()
     bench = rundir.runs_root() / "20260105T000000Z-bench-x"
-    trial = RunFolder(made_runs.made(bench / "20260105T000001Z-dpo-trial"))
+    trial = RunFolder(made_runs.write_run(bench / "20260105T000001Z-dpo-trial"))
     sample = {"variant": "a", "curve": [[1, 1, 0.5]], "run": str(trial.path), "seconds": 3.5}
     make_campaign(bench.name, "bench.json", {"samples": [{**sample, "metrics": {"loss": 1.0}}]})
     stages = {"state": "finished", "stages": [{"run": str(over.path)}]}

@@ -1,8 +1,8 @@
 """A reference for the memory model: the real transformers model, run on tensors without data.
 
-Every operator's outputs are counted while they live, so that a forward and backward pass of an 8B model
-is measured on any machine. What has no CPU kernel (flash attention, Liger's Triton kernels) is stood in
-for by functions that allocate and keep what the real ones do.
+Every operator's outputs are counted while they live, so that a forward and backward pass of an 8B
+model is measured on any machine. What has no CPU kernel (flash attention, Liger's Triton kernels)
+is stood in for by functions that allocate and keep what the real ones do.
 """
 
 import contextlib
@@ -180,12 +180,12 @@ class _FourBit(torch.autograd.Function):
 
 
 def _four_bits(self: Any, x: Any) -> Any:
-    """Linear4bit in a model whose other weights are fp32: the result is of the input's type again."""
+    """Linear4bit where the other weights are fp32: the result has the type of the input."""
     return _FourBit.apply(x.to(HALF), self.weight).to(x.dtype)
 
 
 class _FusedLoss(torch.autograd.Function):
-    """liger_kernel's fused linear cross entropy: gradients in the forward pass, a chunk at a time."""
+    """liger_kernel's fused linear cross entropy: gradients in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
@@ -288,8 +288,9 @@ def sft_loss(model: Any, batch: dict[str, Any], *, fused: bool = False) -> Any:
 
 
 def _logps(logits: Any, labels: Any) -> Any:
-    """open_instruct/padding_free_collator.py::calculate_per_token_logps[shifted_labels = torch.full_like] in its order
-    of allocations.
+    """Allocate in the order of calculate_per_token_logps.
+
+    open_instruct/padding_free_collator.py::calculate_per_token_logps[torch.full_like]
     """
     shifted = torch.full_like(labels, -100)
     shifted[:, :-1] = labels[:, 1:]
@@ -326,7 +327,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def tiled_loss(model: Any, batch: dict[str, Any]) -> Any:
-    """As trl's trainers call it: the positions without labels are left out (here there are none)."""
+    """As trl's trainers call it: positions without labels are left out (here there are none)."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     hidden = inner.model(**inputs, use_cache=False)[0][:, :-1]
@@ -368,8 +369,9 @@ def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     head = model.lm_head
 
     def logps(x: Any, *, labels: Any, **_: Any) -> Any:
-        """open_instruct/olmo_core_train_modules.py::DPOLMHead.forward[h = self.norm(x]: the name keeps the logits
-        alive.
+        """The name keeps the logits alive.
+
+        open_instruct/olmo_core_train_modules.py::DPOLMHead.forward[h = self.norm(x]
         """
         logits = head.w_out(head.norm(x))
         return _logps(logits, labels)
@@ -402,10 +404,10 @@ def measure_olmo_core(
 def measure_fsdp(
     name: str, vocab: int, *, layers: int, rows: int, length: int, ranks: int, replicas: int
 ) -> Any:
-    """Peak bytes of a step under FSDP2 as dpo.py lays it, on one of `ranks` that only seem to be there.
+    """Peak bytes of a step under FSDP2 as dpo.py applies it, on one of `ranks` simulated ranks.
 
-    Beside this rank's weights and the optimizer. FSDP frees what it gathered by making storages empty,
-    which fake ones cannot: that is counted here.
+    Beside this rank's weights and the optimizer. FSDP frees what it gathered by making storages
+    empty, which fake ones cannot: that is counted here.
     """
     import torch.distributed as dist
     from olmo_core.train.train_module.transformer.config import (
@@ -456,9 +458,10 @@ def measure_fsdp(
 
 
 def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
-    """Bytes that a compiled layer of OLMo-core keeps: torch's own partitioner decides, with that budget.
+    """Bytes that a compiled layer of OLMo-core keeps.
 
-    Sines and cosines, which the layer keeps anyway, do not count.
+    torch's own partitioner decides, with `share` as its budget. Sines and cosines, which the layer
+    keeps anyway, do not count.
     """
     from torch._functorch import config as functorch
 
@@ -496,8 +499,8 @@ def measure(
 ) -> int:  # fmt: skip
     """The peak in bytes of a forward and backward pass, beside weights and gradients.
 
-    Over `rows` x `length` tokens; `real` of them are no padding. Gradients of weights are dropped when
-    they are there, as ZeRO-2 does with those of other ranks.
+    Over `rows` x `length` tokens; `real` of them are no padding. Gradients of weights are dropped
+    when they are there, as ZeRO-2 does with those of other ranks.
     """
     padded = real is not None and real < rows * length
     REAL_TOKENS[0] = real or rows * length

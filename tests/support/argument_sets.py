@@ -13,12 +13,14 @@ from launcher.upstream.schema import Field, Schema
 Arguments = dict[str, Any]
 
 ODD: tuple[Any, ...] = (
-    0, 1, 3, -1, -12, 4.0, 0.5, -0.5, 1e-5, -1e-5, 1e300, True, False, "8", " 8 ", "8.0", "-3", "-.5",
-    "-1e-5", "1e-5", "1_000", "٣", "²", "0x10", "007", "0o17", "1:30", "2024-01-01", "nan", "-inf",
-    "inf", ".nan", "", " ", "none", "None", "null", "yes", "NO", "on", "off", "t", "F", "Y", "maybe",
-    "a b", "-x", "-x y", "-h", "-hm", "-h m", "-", "--=", "--zz", "--zz y", "a=b", "x\ny", "-5\n", "é",
-    "{", "{}", '{"a": 1}', '{"a": "²"}', '{"a": ', "[1]", None, [], [""], ["a"], ["a", "b"], [1, 2.5],
-    ["-1"], ["-x"], ["a", "-1e-5"], [["a"]], [None], [{"a": 1}], {}, {"a": 1}, {"a": {"b": "x"}},
+    0, 1, 3, -1, -12, 4.0, 0.5, -0.5, 1e-5, -1e-5, 1e300, True, False,
+    "8", " 8 ", "8.0", "-3", "-.5", "-1e-5", "1e-5", "1_000", "٣", "²", "0x10", "007", "0o17",
+    "1:30", "2024-01-01", "nan", "-inf", "inf", ".nan", "", " ", "none", "None", "null",
+    "yes", "NO", "on", "off", "t", "F", "Y", "maybe", "a b",
+    "-x", "-x y", "-h", "-hm", "-h m", "-", "--=", "--zz", "--zz y", "a=b", "x\ny", "-5\n", "é",
+    "{", "{}", '{"a": 1}', '{"a": "²"}', '{"a": ', "[1]",
+    None, [], [""], ["a"], ["a", "b"], [1, 2.5], ["-1"], ["-x"],
+    ["a", "-1e-5"], [["a"]], [None], [{"a": 1}], {}, {"a": 1}, {"a": {"b": "x"}},
 )  # fmt: skip
 
 # Together with the defaults these reach every branch of both __post_init__s.
@@ -38,8 +40,9 @@ CONFLICTS: dict[str, tuple[Any, ...]] = {
 }
 
 ELSEWHERE = (
-    "use_flash_attn", "chat_template", "mixer_list", "dataset_mixer_list", "num_epochs", "max_steps",
-    "num_train_epochs", "beta", "help", "h", "no", "model", "dataset", "lr", "_private", "args", "x.y",
+    "use_flash_attn", "chat_template", "mixer_list", "dataset_mixer_list", "num_epochs",
+    "max_steps", "num_train_epochs", "beta", "help", "h", "no", "model", "dataset", "lr",
+    "_private", "args", "x.y",
 )  # fmt: skip
 
 
@@ -103,7 +106,8 @@ def _odd_key(schema: Schema, chance: random.Random, arguments: Arguments) -> Non
     at = chance.randrange(1, len(name))
     dashed = name.replace("_", "-")
     key = chance.choice((
-        name[:at], name[:-1], name[:at] + name[at + 1 :], name[:at] + chance.choice("abc_") + name[at:],
+        name[:at], name[:-1], name[:at] + name[at + 1 :],
+        name[:at] + chance.choice("abc_") + name[at:],
         dashed, dashed[:at], f"no_{name}", f"no-{name}", name.upper(), chance.choice(ELSEWHERE),
     ))  # fmt: skip
     arguments[key] = value

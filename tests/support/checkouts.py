@@ -1,4 +1,4 @@
-"""Which open-instruct checkouts are here, by their commits, for the tests that need a certain one."""
+"""Which open-instruct checkouts are here, by commit, for the tests that need a certain one."""
 
 import os
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def places() -> Iterator[Path]:
 
 
 def find(commit: str = PIN) -> Path | None:
-    """The first checkout of a commit without edits; the search goes on past those of other commits."""
+    """The first checkout of a commit without edits; those of other commits are passed over."""
     for root in places():
         if (root / "open_instruct" / "finetune.py").is_file() and holds(root, commit):
             return root

@@ -22,8 +22,8 @@ os.execv(sys.executable, [sys.executable, "-u", {trainer!r}, *sys.argv[1:]])
 """
 SHAPE = {
     "model_type": "qwen2", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "torch_dtype": "float32",
-    "tie_word_embeddings": True, "max_position_embeddings": 2048,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
+    "torch_dtype": "float32", "tie_word_embeddings": True, "max_position_embeddings": 2048,
     "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
 """What a config.json says of a model whose memory and speed can be planned."""

@@ -1,7 +1,8 @@
 """A trainer that only records, as the probe would, what a short run is to have looked like.
 
-SCENES says what happens where: `{"world=2": {"speed": 300}}` for what trains in two processes, `""` for
-all. What a run is stands in `started`, one line each: `rate=0.1,world=2,rows=4,checkpointing=True`.
+SCENES says what happens where: `{"world=2": {"speed": 300}}` for what trains in two processes,
+`""` for all. What a run is stands in `started`, one line each:
+`rate=0.1,world=2,rows=4,checkpointing=True`.
 """
 
 import json

@@ -1,7 +1,8 @@
 """An evaluation of no brains: `fake_evaluation.py MODEL FOLDER [STEP...]`.
 
-It notes its words in `evaluated` of the world, then does the steps in turn: `write=NAME:JSON` writes a file below
-FOLDER, `pid=NAME` notes its process, `wait=PATH`, `sleep=SECONDS` and `exit=CODE` are what they say.
+It notes its words in `evaluated` of the world, then does the steps in turn: `write=NAME:JSON`
+writes a file below FOLDER, `pid=NAME` notes its process, `wait=PATH`, `sleep=SECONDS` and
+`exit=CODE` are what they say.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""An `nvidia-smi` on PATH: a real executable that answers as the real one does, cards as asked for."""
+"""An `nvidia-smi` on PATH: an executable that answers as the real one does, cards as asked for."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,9 +14,11 @@ CARD = """\
   <processes>{processes}</processes>
 </gpu>
 """
-PROCESS = """
-    <process_info><pid>{pid}</pid><type>{type}</type>
-    <process_name>/usr/bin/python3</process_name><used_memory>{mib} MiB</used_memory></process_info>"""
+PROCESS = (
+    "\n    <process_info><pid>{pid}</pid><type>{type}</type>"
+    "\n    <process_name>/usr/bin/python3</process_name>"
+    "<used_memory>{mib} MiB</used_memory></process_info>"
+)
 
 
 def uuid(index: int) -> str:
@@ -48,10 +50,12 @@ class Smi:
             return
         cards = [
             CARD.format(
-                index=index, name=name, mig="Enabled" if index in mig else "Disabled", uuid=uuid(index),
+                index=index, name=name, uuid=uuid(index),
+                mig="Enabled" if index in mig else "Disabled",
                 memory=f"{memory} MiB" if isinstance(memory, int) else memory, used=mib,
                 processes="".join(
-                    PROCESS.format(pid=pid, mib=mib, type=type) for c, pid, mib in rows if c == index
+                    PROCESS.format(pid=pid, mib=mib, type=type)
+                    for card, pid, mib in rows if card == index
                 ),
             )
             for index, mib in enumerate(used)

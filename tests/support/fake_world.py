@@ -105,7 +105,8 @@ def prepared(root: Path, *steps: str, name: str = "a run", **changes: Any) -> Ru
     """A run folder as a start leaves it, around a fake trainer."""
     given: dict[str, Any] = {
         "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {}, "cwd": str(root),
-        "environ": dict(os.environ), "stage": "sft", "backend": "trl", "title": "sft fake", **changes,
+        "environ": dict(os.environ), "stage": "sft", "backend": "trl", "title": "sft fake",
+        **changes,
     }  # fmt: skip
     folder = RunFolder(Path(given["environ"].get("LAUNCH_RUNS", root / "runs"), name))
     folder.path.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Run by tests/probe/test_gradients.py: two real processes train, with an engine that may be made to lie.
+"""Two real processes train, with an engine that may be made to lie: for test_gradients.py.
 
 usage: gradient_ranks.py FOLDER CASE_JSON...
 
-Each case is a fork of this process, as imports take longer than training. The probe's pieces watch as
-they would in a run; records go to FOLDER/NUMBER/rank-N.jsonl, exit codes to FOLDER/exits.json.
+Each case is a fork of this process, as imports take longer than training. The probe's pieces watch
+as they would in a run; records go to FOLDER/NUMBER/rank-N.jsonl, exit codes to FOLDER/exits.json.
 """
 
 import contextlib
@@ -274,8 +274,10 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     # a first step imports much: once, for all of them
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.fsdp")
-    tiny = transformers.Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                    num_attention_heads=1, num_key_value_heads=1, vocab_size=8)  # fmt: skip
+    tiny = transformers.Qwen2Config(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, vocab_size=8,
+    )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(tiny)
     codes: list[list[int | None]] = []
     for number, case in enumerate(cases):

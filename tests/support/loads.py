@@ -1,4 +1,4 @@
-"""How often files are read, settings read, planned and judged while a command runs in this process."""
+"""How often a command in this process reads files and settings, plans and judges."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -29,14 +29,20 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
     }
     finding = {
         "severity": "warning", "layer": "run", "code": "conditional-key", "key": "args.x",
-        "message": "`x` does nothing here", "help": "leave it out", "file": "configs/a.yaml", "line": 9,
+        "message": "`x` does nothing here", "help": "leave it out",
+        "file": "configs/a.yaml", "line": 9,
     }  # fmt: skip
     whole = {
-        "schema_version": 1, "created": "2026-01-02T03:04:05+00:00", "attempt": 1, "stage": stage, "backend": "trl",
+        "schema_version": 1, "created": "2026-01-02T03:04:05+00:00", "attempt": 1,
+        "stage": stage, "backend": "trl",
         "name": name, "config": "configs/a.yaml", "output": "out/a",
-        "expect": {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off"}, "plan": plan,
-        "args": args, "argv": ["python", "-m", "accelerate", "--run_name", "it's"], "env": ["CUDA_VISIBLE_DEVICES"],
-        "cwd": "/data", "upstream": {"backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True},
+        "expect": {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off"},
+        "plan": plan, "args": args,
+        "argv": ["python", "-m", "accelerate", "--run_name", "it's"],
+        "env": ["CUDA_VISIBLE_DEVICES"], "cwd": "/data",
+        "upstream": {
+            "backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True,
+        },
         "launch_commit": "c0ffee",
         "trainer": {"python": "/bin/python", "version": "3.11.7", "packages": {"torch": "2.13.0"}},
         "machine": {"host": "node7", "system": "Linux", "cpus": 8, "gpus": ["H200, 143771 MiB"]},
@@ -49,17 +55,21 @@ def loss(step: int, steps: int = 40) -> float:
     return 0.69 * math.exp(-step / steps) + 0.01 * math.sin(step * 7)
 
 
-def made(
-    path: Path, *, steps: int = 40, told: Mapping[str, Any] | None = None, attempt: int = 1,
-    first: int = 1, bad: Collection[int] = (), ended: bool = True, extra: str = "", scale: float = 1,
+def write_run(
+    path: Path, *, record: Mapping[str, Any] | None = None, attempt: int = 1, first: int = 1,
+    steps: int = 40, bad: Collection[int] = (), ended: bool = True, extra: str = "",
+    scale: float = 1,
 ) -> Path:  # fmt: skip
-    """A run folder of one attempt, or a further attempt in the same folder.
+    """Write a run folder of one attempt, or a further attempt into the same folder.
 
-    `bad` steps are NaN, seconds and memory are `scale` times as many.
+    `record` is what run.json holds. `bad` steps are NaN, seconds and memory are `scale` times as
+    many, and the console ends with `extra`.
     """
     (path / "probe").mkdir(parents=True, exist_ok=True)
     infix = "" if attempt == 1 else f".{attempt}"
-    (path / "run.json").write_text(json.dumps(manifest() if told is None else told))
+    if record is None:
+        record = manifest()
+    (path / "run.json").write_text(json.dumps(record))
     with (path / "probe" / "rank-0.jsonl").open("a") as file:
         for event in events(first, steps, attempt, bad, scale):
             file.write(json.dumps(event) + "\n")

@@ -36,21 +36,26 @@ if __name__ == "__main__":
 def write_trl(
     site: Path, *fields: str, version: str = "0.24.0", transformers: str = "4.57.1"
 ) -> Path:
-    """Sources of TRL and transformers below `site`, whose configurations have these further fields."""
+    """Write sources of TRL and transformers below `site`; both configurations get `fields` too."""
     more = textwrap.indent("\n".join(fields), "    ")
     training = (
         f"from dataclasses import dataclass\n\n@dataclass\nclass TrainingArguments:{_TRAINING}"
     )
-    head = "from dataclasses import dataclass\nfrom transformers.training_args import TrainingArguments\n\n@dataclass\n"
+    head = (
+        "from dataclasses import dataclass\n"
+        "from transformers.training_args import TrainingArguments\n\n@dataclass\n"
+    )
     files = {
         "trl/__init__.py": "raise ImportError('read as text')\n",
         "transformers/__init__.py": "raise ImportError('read as text')\n",
         "transformers/training_args.py": training,
         "trl/scripts/__init__.py": "",
         "trl/trainer/__init__.py": "",
-        "trl/scripts/utils.py": "from dataclasses import dataclass\n\n@dataclass\nclass ScriptArguments:\n"
-        "    dataset_name: str = None\n\n@dataclass\nclass DatasetMixtureConfig:\n    streaming: bool = False\n",
-        "trl/trainer/model_config.py": "from dataclasses import dataclass\n\n@dataclass\nclass ModelConfig:\n"
+        "trl/scripts/utils.py": "from dataclasses import dataclass\n\n"
+        "@dataclass\nclass ScriptArguments:\n    dataset_name: str = None\n\n"
+        "@dataclass\nclass DatasetMixtureConfig:\n    streaming: bool = False\n",
+        "trl/trainer/model_config.py": "from dataclasses import dataclass\n\n"
+        "@dataclass\nclass ModelConfig:\n"
         "    model_name_or_path: str = None\n    torch_dtype: str = None\n",
     }
     for stage, config in (("sft", "SFTConfig"), ("dpo", "DPOConfig")):
@@ -72,7 +77,8 @@ def write_python(folder: Path, path: Sequence[Path]) -> Path:
     program = folder / "python"
     entries = ":".join(str(entry) for entry in path)
     program.write_text(
-        f'#!/bin/sh\nPYTHONPATH={shlex.quote(entries)} exec {shlex.quote(sys.executable)} -S "$@"\n',
+        "#!/bin/sh\n"
+        f'PYTHONPATH={shlex.quote(entries)} exec {shlex.quote(sys.executable)} -S "$@"\n',
         encoding="utf-8",
     )
     program.chmod(0o755)

@@ -1,9 +1,10 @@
-"""Functions of an open-instruct checkout on given values, as a process: one JSON request a line, one answer.
+"""Functions of an open-instruct checkout on given values, as a process.
 
-usage: PYTHONPATH=CHECKOUT python real_open_instruct_functions.py CHECKOUT < requests.jsonl > answers.jsonl
+usage: PYTHONPATH=CHECKOUT python real_open_instruct_functions.py CHECKOUT < requests > answers
 
-A request names its `kind`, one of HANDLERS. What is part of a long `main` is taken out of its source and run
-alone. Exit code 3, with the reason on stderr, where the packages are not there.
+One JSON request a line, and one answer a line. A request names its `kind`, one of HANDLERS. What is
+part of a long `main` is taken out of its source and run alone. Exit code 3, with the reason on
+stderr, where the packages are not there.
 """
 
 import ast
@@ -230,7 +231,7 @@ def packed(request):
 
 
 def groups(request):
-    """Whether a group of the optimizer has parameters and none to train, of a model that LoRA has frozen.
+    """Whether a group of the optimizer has only parameters that LoRA has frozen.
 
     DeepSpeed itself leaves out those without any parameter.
     """
@@ -312,8 +313,8 @@ def export(request):
 HANDLERS = {
     one.__name__: one
     for one in (
-        splits, schedule, clipping, tokenizer, checkpoint, intervals, recomputing, masked, packed, groups, cache_key,
-        tools, export,
+        splits, schedule, clipping, tokenizer, checkpoint, intervals, recomputing, masked, packed,
+        groups, cache_key, tools, export,
     )
 }  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""open-instruct's own preparation of data files as a process: files in, what the model would get out.
+"""open-instruct's own preparation of data as a process: files in, what the model would get out.
 
 usage: python real_open_instruct_rows.py CHECKOUT MODEL < requests.jsonl > answers.jsonl
 
-One line in: {"stage": "sft", "data": "rows.jsonl"}; one line out: {"error": null or why not, "total": its rows,
-"rows": [[text, trained text], ...]}, where a row of DPO has both twice, chosen and rejected.
+One line in: {"stage": "sft", "data": "rows.jsonl"}; one line out: {"error": null or why not,
+"total": its rows, "rows": [[text, trained text], ...]}, where a row of DPO has both twice, chosen
+and rejected.
 Exit code 3 where the packages are not there.
 """
 

@@ -2,8 +2,9 @@
 
 usage: python real_rows.py MODEL < requests.jsonl > answers.jsonl
 
-One line in: {"stage": "sft", "data": "folder", "args": {...}}; one line out: {"error": null or why the trainer
-refuses, "rows": [[text, ...], ...]}, where a row of SFT is one text, and one of DPO prompt, chosen, rejected.
+One line in: {"stage": "sft", "data": "folder", "args": {...}}; one line out: {"error": null or why
+the trainer refuses, "rows": [[text, ...], ...]}, where a row of SFT is one text, and one of DPO
+prompt, chosen, rejected.
 Exit code 3 where the packages are not there.
 """
 

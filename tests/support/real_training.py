@@ -1,4 +1,4 @@
-"""What every test of real training processes starts with: the packages, the assets, the command line.
+"""What each test of real training processes starts with: packages, assets, the command line.
 
 One set of tiny assets for all; every run is a few steps. Skipped, with the reason, where the
 training packages are missing.

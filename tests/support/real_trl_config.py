@@ -1,10 +1,10 @@
-"""TRL's own parser with a config file, as a process: what it makes of words and of the text of a file.
+"""TRL's own parser with a config file, as a process: what it makes of words and a file's text.
 
 usage: python real_trl_config.py < requests.jsonl > answers.jsonl
 
-One line in: {"stage": "sft", "words": ["--seed", "1"], "file": "datasets: ..."}; one line out: {"refusal": null
-or why not, "values": what the arguments in question came to}. Exit code 3, with the reason on stderr, where the
-packages are not there.
+One line in: {"stage": "sft", "words": ["--seed", "1"], "file": "datasets: ..."}; one line out:
+{"refusal": null or why not, "values": what the arguments in question came to}. Exit code 3, with
+the reason on stderr, where the packages are not there.
 """
 
 import dataclasses

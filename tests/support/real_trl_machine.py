@@ -2,8 +2,9 @@
 
 usage: python real_trl_machine.py < requests.jsonl > answers.jsonl
 
-One line in is {"file": ..., "arguments": ..., "running": "bf16"}, one line out whether it is refused. Exit
-code 1, with the reason on stderr, where the packages are not there or other releases are.
+One line in is {"file": ..., "arguments": ..., "running": "bf16"}, one line out whether it is
+refused. Exit code 1, with the reason on stderr, where the packages are not there or other releases
+are.
 """
 
 import json

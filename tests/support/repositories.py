@@ -1,4 +1,4 @@
-"""Small open-instruct repositories for tests: two entry scripts and what they import, over commits."""
+"""Small open-instruct repositories over commits: two entry scripts and what they import."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ def script(
     data: str = "dataset_mixer_list", epochs: str = "num_train_epochs", exp_name: str = "finetune",
     here: bool = True,
 ) -> str:  # fmt: skip
-    """An entry script with these further fields and statements; without its class where not `here`."""
+    """An entry script with further fields and statements; without its class where not `here`."""
     fields = declared(more=more, owner=owner, data=data, epochs=epochs, exp_name=exp_name)
     return SCRIPT.format(
         imports=imports, fields=fields if here else "", data=data, reads=indented(reads),

@@ -1,4 +1,4 @@
-"""What the rules say of a stage, without a stage file: its arguments alone, or a run on a machine."""
+"""What the rules say of a stage without a file: its arguments alone, or a run on a machine."""
 
 from collections.abc import Iterable
 from pathlib import Path

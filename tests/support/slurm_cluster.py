@@ -127,7 +127,7 @@ def free_ports(count: int) -> list[int]:
 def started() -> Iterator[Cluster]:
     """A cluster that takes jobs, gone with all its processes afterwards.
 
-    In a folder directly below the one for temporary files: the path of a socket holds 107 characters.
+    In a folder directly below /tmp: the path of a socket holds 107 characters.
     """
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     cluster = Cluster(folder=folder, conf=folder / "slurm.conf")
@@ -147,8 +147,8 @@ def _configure(cluster: Cluster) -> None:
     controller, *ports = free_ports(1 + len(NODES))
     # as many as a job of ours may ask for; whether they exist does not matter here
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=4 "
-        "RealMemory=1000 State=UNKNOWN"
+        f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} "
+        "CPUs=4 RealMemory=1000 State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=True)
     )
     cluster.conf.write_text(

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 
 def package(folder: Path, files: Mapping[str, str]) -> Sources:
-    """Write modules of the package `pkg`; `options.py` and a start for `main.py` are there already."""
+    """Write modules of the package `pkg`; `options.py` and a start of `main.py` come with it."""
     root = folder / "pkg"
     root.mkdir(parents=True, exist_ok=True)
     known = {"__init__.py": "", "options.py": OPTIONS, **files}

@@ -28,7 +28,8 @@ def llama_factory(total: int, lines: Iterable[str]) -> str:
     head = (
         "[INFO|trainer.py:2243] 2026-11-20 15:41:37,120 >> ***** Running training *****\n"
         "[INFO|trainer.py:2244] 2026-11-20 15:41:37,120 >>   Num examples = 1,000\n"
-        f"[INFO|trainer.py:2251] 2026-11-20 15:41:37,121 >>   Total optimization steps = {total:,}\n"
+        "[INFO|trainer.py:2251] 2026-11-20 15:41:37,121 >>   "
+        f"Total optimization steps = {total:,}\n"
     )
     return head + "".join(lines)
 
@@ -36,7 +37,8 @@ def llama_factory(total: int, lines: Iterable[str]) -> str:
 def axolotl(total: int, lines: Iterable[str]) -> str:
     """axolotl logs beside a bar that is redrawn."""
     head = (
-        "[2026-11-20 15:41:30,501] [INFO] [axolotl.train.train:47] [PID:201] loading model and peft_config...\n"
+        "[2026-11-20 15:41:30,501] [INFO] [axolotl.train.train:47] [PID:201] "
+        "loading model and peft_config...\n"
         f"\r  0%|          | 0/{total} [00:00<?, ?it/s]"
     )
     shown = [
@@ -62,7 +64,8 @@ def traceback(*frames: str, error: str, rank: int | None = None) -> str:
     lines = ["Traceback (most recent call last):"]
     for number, name in enumerate(frames, start=1):
         lines.append(
-            f'  File "/venv/lib/python3.11/site-packages/transformers/trainer.py", line {number}, in {name}'
+            '  File "/venv/lib/python3.11/site-packages/transformers/trainer.py", '
+            f"line {number}, in {name}"
         )
         lines.append("    return inner(*args)")
     lines.append(error)
@@ -70,16 +73,23 @@ def traceback(*frames: str, error: str, rank: int | None = None) -> str:
 
 
 def watchdog(sequence: int, operation: str, rank: int = 1) -> str:
-    what = f"WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn=1, NumelOut=2, Timeout(ms)=600000)"
-    text = f"Watchdog caught collective operation timeout: {what} ran for 600019 milliseconds before timing out."
+    what = (
+        f"WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn=1, NumelOut=2, "
+        "Timeout(ms)=600000)"
+    )
+    text = (
+        f"Watchdog caught collective operation timeout: {what} "
+        "ran for 600019 milliseconds before timing out."
+    )
     return (
         f"[rank{rank}]:[E1120 18:32:45.457035698 ProcessGroupNCCL.cpp:629] [Rank {rank}] {text}\n"
-        f"[rank{rank}]:[E1120 18:32:46.014283380 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0 Rank {rank}] "
+        f"[rank{rank}]:[E1120 18:32:46.014283380 ProcessGroupNCCL.cpp:1895] "
+        f"[PG ID 0 PG GUID 0 Rank {rank}] "
         f"Process group watchdog thread terminated with exception: [Rank {rank}] {text}\n"
     )
 
 
 OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.25 GiB. GPU 1 has a total capacity of "
-    "79.25 GiB of which 1.19 GiB is free."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.25 GiB. "
+    "GPU 1 has a total capacity of 79.25 GiB of which 1.19 GiB is free."
 )

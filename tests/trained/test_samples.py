@@ -50,7 +50,9 @@ def write_rows(path: Path) -> None:
 
 def make_run(**manifest: Any) -> RunFolder:
     content = made_runs.manifest(stage="sft", cwd=str(Path.cwd()), **manifest)
-    return RunFolder(made_runs.made(rundir.runs_root() / "20260101T000000Z-sft-a", told=content))
+    return RunFolder(
+        made_runs.write_run(rundir.runs_root() / "20260101T000000Z-sft-a", record=content)
+    )
 
 
 @pytest.fixture

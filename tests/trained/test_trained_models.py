@@ -56,7 +56,7 @@ def make_run(output: Path, name: str = NAME, *, backend: str = "trl", **argument
         args=arguments_of(**values),
         contents=[data],
     )
-    return made_runs.made(rundir.runs_root() / name, told=manifest)
+    return made_runs.write_run(rundir.runs_root() / name, record=manifest)
 
 
 def cut_off(run: Path) -> None:

@@ -370,13 +370,13 @@ def resumed_run(folder: Path, first: Event, second: Event, bad: Sequence[int] = 
     """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
     manifest = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
     record = folder / "probe" / "rank-0.jsonl"
-    made_runs.made(folder, told=manifest, ended=False, bad=bad, steps=30)
+    made_runs.write_run(folder, record=manifest, ended=False, bad=bad, steps=30)
     insert_lines(record, 1, first)
     # the first attempt came to no end
     lines = record.read_text().splitlines()
     record.write_text("\n".join([*lines[:-1], ""]))
 
-    made_runs.made(folder, told=manifest, attempt=2, first=21)
+    made_runs.write_run(folder, record=manifest, attempt=2, first=21)
     resumed = {"event": "resumed", "path": "checkpoint-20", "step": 20}
     insert_lines(record, len(lines), second, resumed)
     return folder
@@ -451,7 +451,7 @@ def test_a_report_has_the_verdict_of_a_check(
 def test_a_saved_model_with_a_cut_file_does_not_count(tmp_path: Path, below: str) -> None:
     model_folder = tmp_path / "out" / below
     manifest = made_runs.manifest(output=str(tmp_path / "out"))
-    path = made_runs.made(tmp_path / "run", told=manifest)
+    path = made_runs.write_run(tmp_path / "run", record=manifest)
     assert judge_finished(path).status == "pass", "the model may have been moved since"
 
     saved.model(model_folder)
@@ -494,9 +494,9 @@ def test_a_judgement_reads_every_record_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = made_runs.manifest(resume={"step": 0})
-    folder = made_runs.made(tmp_path / "run", steps=20, told=manifest)
+    folder = made_runs.write_run(tmp_path / "run", steps=20, record=manifest)
     files.write_json(folder / "run.1.json", made_runs.manifest())
-    made_runs.made(folder, attempt=2, first=11, told=made_runs.manifest(attempt=2))
+    made_runs.write_run(folder, attempt=2, first=11, record=made_runs.manifest(attempt=2))
     reads = count_calls(monkeypatch, files, "read_bytes", lambda path, *_: path.name)
     rows = count_calls(monkeypatch, evidence, "_build_step_rows", lambda *_: "rows")
 

@@ -534,7 +534,7 @@ def test_losses_that_jump_after_a_resume_are_no_pass(
 
 def test_losses_are_those_of_the_probes_steps_where_there_are_any(tmp_path: Path) -> None:
     """The log holds four means of five steps each; the page keeps the two apart."""
-    folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(stage="sft"))
+    folder = made_runs.write_run(tmp_path / "run", steps=20, record=made_runs.manifest(stage="sft"))
     trend = judged(folder, trend="falling").point("trend")
     assert brief(trend) == ("falling", True)
     assert trend.detail["losses"] == 20

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import made
+from made_runs import write_run
 
 from launcher.cli.main import main
 from launcher.verdict import summary
@@ -19,7 +19,7 @@ CRASH = (
 
 
 def crashed(path: Path, *, steps: int) -> Path:
-    made(path, steps=steps, extra=CRASH)
+    write_run(path, steps=steps, extra=CRASH)
     return ended_with(path, returncode=1)
 
 
@@ -57,7 +57,7 @@ def test_a_crash_begins_with_its_cause_and_its_line(
 def test_a_run_that_passed_takes_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, lines = check(made(tmp_path / "run"), capsys)
+    code, lines = check(write_run(tmp_path / "run"), capsys)
     assert (code, lines) == (0, ["verdict: pass  run  (dpo, 40 steps)"])
 
 
@@ -72,7 +72,7 @@ def test_only_the_points_that_are_not_as_expected_are_shown(
 def test_a_run_that_was_stopped_is_shown_as_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = made(tmp_path / "run", steps=20)
+    path = write_run(tmp_path / "run", steps=20)
     ended_with(path, returncode=-15, signal=15, stopped=15)
     code, lines = check(path, capsys)
     assert code == 1
@@ -161,7 +161,7 @@ RECORDS: dict[str, Callable[[list[dict[str, str]]], dict[str, Any]]] = {
 def test_the_folder_of_several_runs_stands_for_all_of_them(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = made(tmp_path / "good")
+    good = write_run(tmp_path / "good")
     crashed(tmp_path / "bad", steps=20)
     # as it was before the folder of the second one was moved; the third never began
     places = [good, tmp_path / "elsewhere" / "bad", tmp_path / "none", good]
@@ -182,7 +182,7 @@ def test_the_folder_of_several_runs_stands_for_all_of_them(
 
 
 def test_the_page_of_several_runs_names_each(tmp_path: Path) -> None:
-    runs = [{"run": str(made(tmp_path / name))} for name in ("first", "second")]
+    runs = [{"run": str(write_run(tmp_path / name))} for name in ("first", "second")]
     (tmp_path / "bench.json").write_text(json.dumps({"runs": runs}))
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0

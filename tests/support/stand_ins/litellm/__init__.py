@@ -1,4 +1,4 @@
-"""In litellm's place where the pinned scripts are started: they import one name of it for their rewards."""
+"""In place of litellm, of which the pinned scripts import one name for their rewards."""
 
 
 async def acompletion(*_: object, **__: object) -> None:

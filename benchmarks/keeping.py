@@ -17,7 +17,7 @@ from benchmarks.ratio import ROOT, Pair
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from made_runs import made, manifest  # type: ignore[import-not-found]
+from made_runs import manifest, write_run  # type: ignore[import-not-found]
 
 from launcher import files
 from launcher.lifecycle import start
@@ -34,10 +34,10 @@ PADDING = {f"field_{n}": {"value": n, "origin": "default: a.py:1"} for n in rang
 def listed(place: Path) -> Pair:
     """A thousand run folders, listed, beside importing what the command line is made of."""
     for number in range(RUNS):
-        told = manifest(args=PADDING)
-        made(place / "runs" / f"20260101T{number:06d}Z-sft-x", steps=40, told=told)
+        record = manifest(args=PADDING)
+        write_run(place / "runs" / f"20260101T{number:06d}Z-sft-x", steps=40, record=record)
         path = place / "runs" / f"20260101T{number:06d}Z-sft-x" / "run.json"
-        path.write_text(json.dumps(told, indent=2))
+        path.write_text(json.dumps(record, indent=2))
     # the environment of now: where the runs are may change before this is measured
     environ = {**os.environ, "LAUNCH_RUNS": str(place / "runs")}
     return Pair(

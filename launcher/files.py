@@ -178,10 +178,13 @@ def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o
     cut.
 
     A device or a pipe is written to: renaming a file over `/dev/null` would take it from every
-    process.
+    process. A pipe that nobody reads is an OSError, for nobody may ever read it.
     """
     if path.exists() and not path.is_file():
-        path.write_bytes(raw)
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(raw)
         return
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

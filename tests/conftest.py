@@ -111,16 +111,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled_by_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where torch keeps what it compiles, for all workers: DeepSpeed's operators take a minute."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    return folder / "compiled"
+    return folder / "compiled_by_torch"
 
 
 @pytest.fixture(autouse=True)
-def _environment(tmp_path: Path, compiled: Path) -> Iterator[None]:
+def _environment(tmp_path: Path, compiled_by_torch: Path) -> Iterator[None]:
     # a context of its own: a test's monkeypatch is undone before the comparison
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_COLOR", "1")
@@ -130,8 +130,8 @@ def _environment(tmp_path: Path, compiled: Path) -> Iterator[None]:
         patch.setenv("LAUNCH_GPU_LOCKS", str(tmp_path))
         patch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
         patch.setenv("LAUNCH_REHEARSE", "0")
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(compiled / "extensions"))
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(compiled_by_torch / "extensions"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled_by_torch / "inductor"))
         before = _environ()
         yield
         changed = [name for name, value in _environ().items() ^ before.items()]

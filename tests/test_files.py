@@ -345,3 +345,19 @@ def test_a_row_that_speaks_of_liger_changes_no_verdict(
     after = check.judge_log(log)
     assert after.point("liger").state == before.point("liger").state
     assert after.status == before.status
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    pipe = tmp_path / "verdict.json"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError):
+        files.write_bytes(pipe, b"{}")
+
+
+def test_a_pipe_that_is_read_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_bytes(pipe, b"{}")
+    assert os.read(reader, 10) == b"{}"
+    os.close(reader)

@@ -12,7 +12,7 @@ import pytest
 from strangers_logs import OOM, axolotl, hf_step, llama_factory, summary, traceback, watchdog
 from typer.testing import CliRunner
 
-from launcher.cli.main import app
+from launcher.cli.commands import app
 
 Writer = Callable[[int, Iterable[str]], str]
 BOTH = pytest.mark.parametrize("writer", [llama_factory, axolotl])

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -516,10 +517,12 @@ def test_the_command_at_the_end_is_called_at_least_once(
 
 
 def test_a_supervisor_that_is_killed_in_the_command_at_the_end_has_called_it(world: World) -> None:
-    notify = append_exit_code(world, f"touch {world.root}/called; sleep 1")
+    notify = append_exit_code(world, f"touch {world.root}/called; sleep 3")
     folder = world.prepared("exit=0", on_finish=notify)
     start.execute(folder)
     until((world.root / "called").exists)
+    # the supervisor records the call while the command runs
+    time.sleep(0.5)
     os.kill(supervisor_pid(folder), signal.SIGKILL)
     launch("attach", "a run")
     assert notified_codes(world) == "1"

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -521,8 +520,8 @@ def test_a_supervisor_that_is_killed_in_the_command_at_the_end_has_called_it(wor
     folder = world.prepared("exit=0", on_finish=notify)
     start.execute(folder)
     until((world.root / "called").exists)
-    # the supervisor records the call while the command runs
-    time.sleep(0.5)
+    # the call is recorded while the command runs
+    until(lambda: rundir.is_concluded(folder, 1))
     os.kill(supervisor_pid(folder), signal.SIGKILL)
     launch("attach", "a run")
     assert notified_codes(world) == "1"

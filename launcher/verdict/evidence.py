@@ -346,9 +346,10 @@ class Evidence:
         for signal in self.signals("saved", "remaining", "tokenizer_saved"):
             if signal.line >= last_line and _is_final_save(signal, saving):
                 return signal
-        for signal in self.signals("step_saved"):
-            # OLMo-core's last checkpoint is its model
-            if int(signal.fields["step"]) == self.total_steps:
+        for signal in self.signals("step_saving"):
+            # OLMo-core's last checkpoint is its model, and it waits for it before it says so
+            is_last = int(signal.fields["step"]) == self.total_steps
+            if is_last and self._is_completed_after(signal.line):
                 return signal
         for record in self.records:
             for event in record.all("saved"):
@@ -356,6 +357,9 @@ class Evidence:
                 if event.line > record.last_line and not is_checkpoint:
                     return event
         return None
+
+    def _is_completed_after(self, line: int) -> bool:
+        return any(signal.line > line for signal in self.signals("training_completed"))
 
     @property
     def left_out_save(self) -> bool:

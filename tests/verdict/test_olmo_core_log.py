@@ -62,6 +62,14 @@ def test_a_run_without_its_last_steps_is_not_complete(log_path: Path) -> None:
     assert verdict.point("finish").state == "running"
 
 
+def test_a_save_that_has_only_begun_is_no_final_model(log_path: Path) -> None:
+    begun = REAL_LOG.index("Saving checkpoint for step 4 to")
+    end_of_line = REAL_LOG.index("\n", begun) + 1
+    log_path.write_text(REAL_LOG[:end_of_line])
+
+    assert judge_log(log_path).point("finish").state == "running"
+
+
 def test_a_loss_that_is_not_finite_fails_in_a_log_of_any_size(log_path: Path) -> None:
     total = 150_000
     losses = ["nan" if step == 70_003 else "2.5" for step in range(1, total + 1)]

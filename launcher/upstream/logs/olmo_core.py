@@ -9,7 +9,11 @@ BLOCK_BEGIN = b"[step="
 (olmo_core/train/callbacks/console_logger.py::ConsoleLoggerCallback.log_metrics).
 """
 
+MARKER = re.compile(rb"\[step=(?P<step>\d{1,12})/[^\]\n]*\]")
 METRIC = re.compile(rb"^ +(?P<name>[^\n=]{1,80})=(?P<value>\S{1,30})$", re.MULTILINE)
+LEARNING_RATE = "optim/LR (group 0)"
+GRADIENT_NORM = "optim/total grad norm"
+TOKENS_PER_SECOND = "throughput/device/TPS"
 
 SUFFIXES = {"B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 """How large numbers are shortened (olmo_core/utils.py::format_float)."""
@@ -31,7 +35,7 @@ _TABLE: Table = {
     "training_completed": (r"\btrainer(?:\.py)?:\d+\b.{1,12}\bTraining complete$",),
     # olmo_core/train/trainer.py::Trainer.save_checkpoint[Saving checkpoint for step], and the
     # words for a save in the background
-    "step_saved": (r"\bSaving checkpoint for step (?P<step>\d{1,12}) to '(?P<path>[^']+)'",),
+    "step_saving": (r"\bSaving checkpoint for step (?P<step>\d{1,12}) to '(?P<path>[^']+)'",),
     # olmo_core/train/trainer.py cancel_run
     "stop_asked": (
         (

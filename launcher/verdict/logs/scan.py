@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from launcher.lazy_dataclass import dataclass
+from launcher.upstream.logs import olmo_core
 from launcher.upstream.logs.common import Pattern
-from launcher.upstream.logs.olmo_core import METRIC, SUFFIXES
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, open_pieces, text
 from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, LastBar, ShownBar, survey
 
@@ -33,11 +33,6 @@ _COMPLETE_LOSS = re.compile(rb"\.\d{4}|nan|inf")
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
 _EPOCH_ERROR = 0.005
 """The largest error of an epoch that HF Trainer rounds."""
-_STEP = re.compile(rb"\[step=(?P<step>\d{1,12})/[^\]\n]*\]")
-_LEARNING_RATE = "optim/LR (group 0)"
-_GRADIENT_NORM = "optim/total grad norm"
-_TOKENS_PER_SECOND = "throughput/device/TPS"
-
 _WORK = ("total_steps", "progress")
 """Signals after which an earlier failure is of the past."""
 _STARTS = ("begun", "loading")
@@ -383,7 +378,7 @@ class _Scan:
     def _add_block(self, loss_text: bytes, hit: Hit, line: int) -> None:
         """Add the loss of a block of OLMo-core's, whose other metrics stand above it."""
         loss = _parse_shortened(loss_text)
-        marker = _STEP.match(hit.heading)
+        marker = olmo_core.MARKER.match(hit.heading)
         if loss is None or marker is None:
             return
         step = int(marker["step"])
@@ -391,13 +386,13 @@ class _Scan:
         while self.steps and self.steps[-1].step >= step:
             self.steps.pop()
         metrics = {}
-        for metric in METRIC.finditer(hit.heading):
+        for metric in olmo_core.METRIC.finditer(hit.heading):
             value = _parse_shortened(metric["value"])
             if value is not None:
                 metrics[text(metric["name"])] = value
         extra = {}
-        if _GRADIENT_NORM in metrics:
-            extra["grad_norm"] = metrics[_GRADIENT_NORM]
+        if olmo_core.GRADIENT_NORM in metrics:
+            extra["grad_norm"] = metrics[olmo_core.GRADIENT_NORM]
         self.steps.append(
             StepLine(
                 path=self.path,
@@ -405,8 +400,8 @@ class _Scan:
                 text=clean(marker[0] + b" " + hit.segment.strip()),
                 step=step,
                 loss=loss,
-                learning_rate=metrics.get(_LEARNING_RATE),
-                tokens_per_second=metrics.get(_TOKENS_PER_SECOND),
+                learning_rate=metrics.get(olmo_core.LEARNING_RATE),
+                tokens_per_second=metrics.get(olmo_core.TOKENS_PER_SECOND),
                 extra=extra,
             )
         )
@@ -574,7 +569,7 @@ class _Scan:
 def _parse_shortened(raw: bytes) -> float | None:
     """A number as OLMo-core writes it: `4,357`, `2.00E-05`, `4.414B`."""
     word = text(raw).replace(",", "")
-    factor = SUFFIXES.get(word[-1:], 1.0)
+    factor = olmo_core.SUFFIXES.get(word[-1:], 1.0)
     value = number(word if factor == 1.0 else word[:-1])
     return None if value is None else value * factor
 

@@ -77,8 +77,7 @@ class Tuning:
                     continue
                 if sample.cause == "timeout" and has_more_time:
                     continue
-                settings = {**self.space.base, **data["settings"]}
-                candidate = self.space.candidate(settings)
+                candidate = self.space.candidate({**self.space.base, **data["settings"]})
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
                 self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -91,8 +90,7 @@ class Tuning:
         measured = [run.candidate for run in self.search.runs if run.ok]
         if measured and measured[0].key != candidate.key:
             reference = self._list_samples(measured[0])
-        trial = judge_candidate(candidate, samples, reference)
-        return self.search.learn(trial)
+        return self.search.learn(judge_candidate(candidate, samples, reference))
 
     def _list_samples(self, candidate: Candidate) -> list[Sample]:
         """The samples of the trials of a setting that ran to their end."""
@@ -285,17 +283,18 @@ def _find_smallest_card(resolved: Facts) -> Card:
         return CPU
     look = resolved.look or devices.survey_devices(os.environ)
     chosen = _choose_gpus(replace(resolved, look=replace(look, uses={})))
-    slots = chosen.slots if chosen else ()
-    if not slots:
+    if chosen is None or not chosen.slots:
         return CPU
-    memory = [slot.gpu.memory_mib / 1024 for slot in slots if slot.gpu.memory_mib]
-    return card_of(slots[0].gpu.name, min(memory, default=None))
+    memory = [slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib]
+    return card_of(chosen.slots[0].gpu.name, min(memory, default=None))
 
 
 def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
     """The attention that the file as written uses on this machine."""
+    if not plan.gpus:
+        return "sdpa"
     takes_best = plan.values.get("attn_implementation") is None and plan.stage.entry.best_attention
-    if not plan.gpus or (takes_best and "flash-attn" not in packages):
+    if takes_best and "flash-attn" not in packages:
         return "sdpa"
     return footprint.attention_of(plan)
 
@@ -456,7 +455,8 @@ def judge_candidate(
 def _describe_search(tuning: Tuning) -> list[str]:
     levers = []
     for lever in tuning.space.levers:
-        levers.append(f"{lever.name} ({', '.join(map(_format_value, lever.values))})")
+        values = ", ".join(map(_format_value, lever.values))
+        levers.append(f"{lever.name} ({values})")
     counts = tuning.search.summary()
     card = tuning.space.card
     room = "" if card.gib is None else f" of {card.gib:.0f} GiB"

@@ -15,23 +15,23 @@ from benchmarks import __main__ as bench
 from benchmarks import ratio
 
 
-def seconds(*told: float) -> Callable[[], float]:
-    """Says these, one a call, again and again."""
-    return itertools.cycle(told).__next__
+def timer(seconds: tuple[float, ...]) -> Callable[[], float]:
+    """A timer that returns these, one a call, again and again."""
+    return itertools.cycle(seconds).__next__
 
 
 def pair(
-    name: str = "x", ours: tuple[float, ...] = (2.0,), beside: tuple[float, ...] = (1.0,)
+    name: str = "x", launch: tuple[float, ...] = (2.0,), neighbour: tuple[float, ...] = (1.0,)
 ) -> ratio.Pair:
     return ratio.Pair(
-        name=name, what="a / b", ours=seconds(*ours), beside=seconds(*beside), rounds=3
+        name=name, what="a / b", launch=timer(launch), neighbour=timer(neighbour), rounds=3
     )
 
 
 def test_a_ratio_is_the_median_of_rounds_and_one_call_before_them_does_not_count() -> None:
-    found = ratio.measure(pair(ours=(99, 2, 3, 8), beside=(99, 1, 1, 2)))
-    assert (found.ratio, found.least, found.most) == (3, 2, 4)
-    assert (found.seconds, found.beside, found.rounds) == (3, 1, 3)
+    measured = ratio.measure(pair(launch=(99, 2, 3, 8), neighbour=(99, 1, 1, 2)))
+    assert (measured.ratio, measured.least, measured.most) == (3, 2, 4)
+    assert (measured.seconds, measured.beside, measured.rounds) == (3, 1, 3)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
         yield pair("quick")
 
     def slow(_folder: Path) -> Iterator[ratio.Pair]:
-        yield pair("slow", ours=(6.0,))
+        yield pair("slow", launch=(6.0,))
 
     monkeypatch.setattr(bench, "PARTS", {"one": quick, "two": slow})
     for name in ("LAUNCH_RUNS", "XDG_STATE_HOME", "LAUNCH_CACHE"):
@@ -57,11 +57,11 @@ def test_stored_and_compared(
     assert ratio.read(path) == {"quick": 2, "slow": 6}
     assert bench.main(["--stored", str(path), "--check"]) == 0
     capsys.readouterr()
-    told = json.loads(path.read_text())
-    told["ratios"]["slow"]["ratio"] = 3.0
-    told["ratios"]["gone"] = {"ratio": 1.0}
-    del told["ratios"]["quick"]
-    path.write_text(json.dumps(told))
+    stored = json.loads(path.read_text())
+    stored["ratios"]["slow"]["ratio"] = 3.0
+    stored["ratios"]["gone"] = {"ratio": 1.0}
+    del stored["ratios"]["quick"]
+    path.write_text(json.dumps(stored))
     assert bench.main(["--stored", str(path), "--check"]) == 1
     out, err = capsys.readouterr()
     assert "quick" in out and "not stored" in out

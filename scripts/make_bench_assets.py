@@ -75,8 +75,12 @@ def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     tokens_per_word = len(tokenizer(sample)["input_ids"]) / 10_000
     writer = Writer(chance, words, tokens_per_word, size)
 
-    chats = [writer.write_chat() for _ in range(size.chats)]
-    rows: list[Row] = [{"id": str(n), "messages": messages} for n, messages in enumerate(chats)]
+    chats = []
+    rows: list[Row] = []
+    for number in range(size.chats):
+        messages = writer.write_chat()
+        chats.append(messages)
+        rows.append({"id": str(number), "messages": messages})
     write_rows(out / "sft" / "train.jsonl", rows)
     pairs: list[Row] = []
     answers = []

@@ -114,7 +114,9 @@ class SettingRuns:
     @property
     def step(self) -> float | None:
         steps = [run.step for run in self.counted if run.step]
-        return statistics.median(steps) if steps else None
+        if not steps:
+            return None
+        return statistics.median(steps)
 
     @property
     def peak(self) -> float | None:
@@ -150,7 +152,9 @@ class Search:
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
         setting = self.results.get(candidate.key)
-        return setting.runs if setting else ()
+        if setting is None:
+            return ()
+        return setting.runs
 
     @property
     def good(self) -> list[SettingRuns]:
@@ -180,7 +184,10 @@ class Search:
 
     @property
     def limit(self) -> float:
-        return math.inf if self.room is None else usable(self.room)
+        """The memory in GiB that a run may need."""
+        if self.room is None:
+            return math.inf
+        return usable(self.room)
 
     def fits(self, runs: SettingRuns | Trial) -> bool:
         """Whether the whole run fits, with its longer rows; the file as written always does."""

@@ -168,7 +168,7 @@ class Tuning:
             "trials": [self._render_trial(run) for run in self.search.runs],
             "best": None if best is None else self._render_best(best),
             "proposal": None if self.place is None else str(self.place),
-            "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
+            "bench": [row.as_json() for row in self.bench().rows],
             "folder": str(self.folder),
         }
 
@@ -382,8 +382,10 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
             return
         show(f"trial {len(search.runs) + 1}: {candidate.why}")
         trial = _try_candidate(tuning, candidate, left)
-        speed = f"{trial.speed:,.0f} tokens/s per GPU, " if trial.speed else ""
-        show(f"  {speed}{trial.learned} ({trial.sample.seconds:.0f} s)")
+        outcome = f"{trial.learned} ({trial.sample.seconds:.0f} s)"
+        if trial.speed:
+            outcome = f"{trial.speed:,.0f} tokens/s per GPU, {outcome}"
+        show(f"  {outcome}")
         tuning.write()
 
 
@@ -391,8 +393,11 @@ def _try_candidate(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Tr
     search = tuning.search
     start = time.monotonic()
     earlier = search.runs_of(candidate)
-    words = search.words(candidate, search.base) or AS_WRITTEN
-    name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
+    if earlier:
+        name = earlier[0].sample.variant
+    else:
+        words = search.words(candidate, search.base) or AS_WRITTEN
+        name = f"{len(search.runs) + 1}: {words}"
     overrides = tuning.space.overrides(candidate.settings)
     sample = measure.measure(
         tuning.resolved,
@@ -459,10 +464,12 @@ def _describe_search(tuning: Tuning) -> list[str]:
         levers.append(f"{lever.name} ({values})")
     counts = tuning.search.summary()
     card = tuning.space.card
-    room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
+    device = card.name or "this GPU"
+    if card.gib is not None:
+        device += f" of {card.gib:.0f} GiB"
     lines = [
         f"levers: {'; '.join(levers)}",
-        f"{counts['settings']} settings on {card.name or 'this GPU'}{room}; the plan leaves out "
+        f"{counts['settings']} settings on {device}; the plan leaves out "
         f"{counts['too_large']} that do not fit",
         f"rows: {tuning.space.rows.source}",
     ]

@@ -73,7 +73,7 @@ class Standing:
     def passed(self) -> bool:
         return gates.colour_of(self.flags) != "red"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         facts = self.facts
         losses = facts.losses or (None,)
         return {
@@ -144,7 +144,7 @@ class Ladder:
         """What must not be shown of its stage."""
         return self.stage.config.redactor
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "folder": str(self.folder),
             "go": self.exit is Exit.OK,
@@ -386,7 +386,7 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
             ladder.exit = Exit.TRAINING
 
 
-def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
+def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, object]:
     """Run a rung now, and return its record. Raises KeyboardInterrupt."""
     models = ladder.folder / _MODELS
     output = spelt(str(models / _format_short_label(rung.plan.gpus)))
@@ -591,7 +591,7 @@ def show(ladder: Ladder) -> None:
         say(f"report: {ladder.page}")
 
 
-def _build_row(standing: Standing) -> dict[str, Any]:
+def _build_row(standing: Standing) -> dict[str, str | None]:
     facts = standing.facts
     record = standing.record
     loss = None

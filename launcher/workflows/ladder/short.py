@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 from launcher.config.load import spelt
 from launcher.config.points import POINTS
@@ -40,7 +39,7 @@ def short_overrides(
     unknown size is cut to a count, which upstream fills up by repeating rows if it has fewer.
     """
     names = stage.entry.names
-    changes: dict[str, Any] = {names.max_steps: steps, names.logging_steps: 1}
+    changes: dict[str, object] = {names.max_steps: steps, names.logging_steps: 1}
     if "checkpointing_steps" in stage.schema.fields:
         # DPO's is a number, which no run of so many steps comes to
         changes["checkpointing_steps"] = steps + 1
@@ -178,8 +177,8 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
     return cut
 
 
-def _list_short_run_changes(stage: Stage) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
+def _list_short_run_changes(stage: Stage) -> dict[str, object]:
+    changes: dict[str, object] = {}
     for name, value in stage.backend.SHORT_RUN.items():
         if name not in stage.schema.fields:
             continue

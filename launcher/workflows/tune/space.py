@@ -312,7 +312,7 @@ class Space:
         rows = footprint.rows_of(plan, self.rows)
         return Footprint(plan=plan, shape=self.shape, rows=rows, attention=attention)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {"levers": [asdict(lever) for lever in self.levers], "fixed": dict(self.fixed)}
 
 

@@ -144,7 +144,7 @@ class Tuning:
             proposed=None if chosen is None else chosen.name,
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         best = self.chosen
         rows = self.space.rows
         return {
@@ -172,7 +172,7 @@ class Tuning:
             "folder": str(self.folder),
         }
 
-    def _render_trial(self, trial: Trial) -> dict[str, Any]:
+    def _render_trial(self, trial: Trial) -> dict[str, object]:
         candidate = trial.candidate
         return {
             "name": trial.sample.variant,
@@ -194,7 +194,7 @@ class Tuning:
             "sample": trial.sample.as_json(),
         }
 
-    def _render_best(self, best: SettingRuns) -> dict[str, Any]:
+    def _render_best(self, best: SettingRuns) -> dict[str, object]:
         row = self.row(best)
         first = self.search.first
         as_written = None

@@ -467,13 +467,11 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
     if predicted is not None and predicted.memory is not None:
         planned_gib = predicted.memory.peak
     trend = None
-    for point in verdict.points:
-        # the rung itself expects no trend: it is too short for what a verdict asks
-        if point.name == "trend" and ladder.stage.options.expect.get("trend") == "falling":
-            trend = point.state
-    memory = []
-    if plan.gpus and prepared.start.devices is not None:
-        memory = [slot.gpu.memory_mib / 1024 for slot in prepared.start.devices.slots]
+    # the rung itself expects no trend: it is too short for what a verdict asks
+    if ladder.stage.options.expect.get("trend") == "falling":
+        for point in verdict.points:
+            if point.name == "trend":
+                trend = point.state
     return RungFacts(
         stage=plan.stage.options.stage,
         devices=plan.processes,
@@ -488,12 +486,19 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
         allocated_gib=metrics.get("peak_allocated_gib"),
         reserved_gib=metrics.get("peak_reserved_gib"),
         planned_gib=planned_gib,
-        card_gib=min(memory, default=None),
+        card_gib=_find_smallest_card_gib(prepared),
         starts_at_ln2=_starts_at_ln2(plan.stage),
         failed=failed,
         unproven=unproven,
         trend=trend,
     )
+
+
+def _find_smallest_card_gib(prepared: Prepared) -> float | None:
+    chosen = prepared.start.devices
+    if not prepared.plan.gpus or chosen is None:
+        return None
+    return min((slot.gpu.memory_mib / 1024 for slot in chosen.slots), default=None)
 
 
 def usual_step(seconds: Sequence[float]) -> float | None:

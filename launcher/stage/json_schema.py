@@ -64,8 +64,10 @@ def combined(schemas: Iterable[Schema]) -> Json:
     required = ["stage"]
     if DEFAULT_BACKEND not in backends:
         required.append("backend")
+    names = stages
     if not has_own_script:
         required.append("script")
+        names = further
     definitions = {}
     conditions = []
     references = []
@@ -79,11 +81,10 @@ def combined(schemas: Iterable[Schema]) -> Json:
         conditions.append(condition)
         choices.append(_build_choice(condition, reference))
     choices.append(_build_choice({"not": {"anyOf": conditions}}, {"anyOf": references}))
-    names = "+".join(stages if has_own_script else further)
     sources = dict.fromkeys(source_name(schema.backend, schema.version) for schema in schemas)
     return {
         "$schema": DRAFT,
-        "$id": f"urn:launch:stage-file:{names}-{'+'.join(backends)}",
+        "$id": f"urn:launch:stage-file:{'+'.join(names)}-{'+'.join(backends)}",
         "title": f"launch stage file ({', '.join(stages)}; {', '.join(backends)})",
         "$comment": f"made by `launch schema --json-schema` from {', '.join(sources)}",
         "type": "object",
@@ -100,15 +101,18 @@ def _build_choice(condition: Json, args: Json) -> Json:
 
 def _match_script(schema: Schema, further: Sequence[str]) -> Json:
     """The condition that a stage file belongs to this script."""
+    stage = _match_key("stage", [schema.stage])
     backend = _match_key("backend", [schema.backend])
     if schema.backend == DEFAULT_BACKEND:
-        unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
-        backend = {"anyOf": [backend, unsaid]}
+        backend = {"anyOf": [backend, _NO_BACKEND]}
     script = _match_key("script", [schema.key])
     if schema.key == schema.stage:
         script = {"not": _match_key("script", further)}
-    stage = _match_key("stage", [schema.stage])
     return {"allOf": [stage, backend, script]}
+
+
+# a parent may name another one
+_NO_BACKEND: Json = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
 
 
 def _match_key(key: str, values: Sequence[str]) -> Json:
@@ -156,7 +160,7 @@ def _build_options(
     }
     options = {}
     for name, key in KEYS.items():
-        type_of_key = types[name] if name in types else _build_option(key)
+        type_of_key = types.get(name) or _build_option(key)
         options[name] = {"title": name, "description": key.meaning, **type_of_key}
     return options
 
@@ -241,7 +245,9 @@ def _build_args(schema: Schema) -> Json:
             argument |= _build_value(schema, field)
         properties[name] = argument
     for key, moved in entry.moved.items():
-        advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
+        advice = f"write `{moved.to}`"
+        if moved.to is None:
+            advice = "delete the line"
         message = f"not a field of {entry.owner}: {moved.why}; {advice}"
         refused = {
             "title": key,
@@ -261,13 +267,15 @@ def _describe_field(field: Field, entry: Entry, notes: Sequence[str]) -> str:
     default = json.dumps(field.default, default=str)
     if field.default is None:
         default = field.default_text or "none"
-    lines = [f"{field.type}, default: {default}", f"defined in {field.where}"]
+    lines = [f"{field.type}, default: {default}"]
+    lines.append(f"defined in {field.where}")
     if field.name in entry.derived:
         value, why = entry.derived[field.name]
         lines.append(f"launch sets {value} where it is not given: {why}")
     if field.name in entry.hints:
         lines.append(entry.hints[field.name])
-    return "\n".join([*lines, *notes]).replace("`", "")
+    lines += notes
+    return "\n".join(lines).replace("`", "")
 
 
 def _is_offered(schema: Schema, field: Field) -> bool:

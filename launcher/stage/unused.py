@@ -3,7 +3,6 @@
 Everything here comes from the reads in a `Schema`, so that it moves with the source.
 """
 
-import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,10 +31,10 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
         if not reads:
             yield _report_unread(schema, entry, name, asks_nothing=asks_nothing)
         elif not asks_nothing:
-            closed = [
-                _ClosedRead(read, _find_false_conditions(read, effective_values, entry))
-                for read in reads
-            ]
+            closed = []
+            for read in reads:
+                false = _find_false_conditions(read, effective_values, entry)
+                closed.append(_ClosedRead(read.where, false))
             if all(read.conditions for read in closed):
                 yield _report_unreachable(entry, name, closed, effective_values)
 
@@ -68,7 +67,9 @@ def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Itera
         message = f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}"
         state = _describe_state(names, effective_values)
         finding = _build_finding("error", "refused-by-source", first, message, state)
-        yield replace(finding, layer="parser") if refusal.parsing else finding
+        if refusal.parsing:
+            finding = replace(finding, layer="parser")
+        yield finding
 
 
 def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
@@ -99,9 +100,9 @@ def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ClosedRead:
-    """A read, and those of its conditions that are false."""
+    """The place of a read, and those of its conditions that are false."""
 
-    read: Read
+    where: str
     conditions: tuple[str, ...]
 
 
@@ -149,20 +150,27 @@ def instead(schema: Schema, entry: Entry, name: str) -> str:
 def _report_unreachable(
     entry: Entry, name: str, closed: list[_ClosedRead], effective_values: Mapping[str, Any]
 ) -> Finding:
-    everywhere = list(closed[0].conditions)
-    for each in closed:
-        everywhere = [text for text in everywhere if text in each.conditions]
-    # the place of the first read under each combination of conditions
-    places: dict[tuple[str, ...], str] = {}
-    for each in closed:
-        places.setdefault(tuple(everywhere) or each.conditions, each.read.where)
-    alternatives = list(places)[:_MOST_PLACES]
-    where = ", ".join(dict.fromkeys(places[texts] for texts in alternatives))
-    state = _describe_state(_collect_names(itertools.chain(*alternatives)), effective_values)
-    ways = " or ".join(map(shown, alternatives))
+    alternatives = _pick_alternatives(closed)
+    ways = " or ".join(shown(read.conditions) for read in alternatives)
+    where = ", ".join(dict.fromkeys(read.where for read in alternatives))
+    names = _collect_names(text for read in alternatives for text in read.conditions)
+    state = _describe_state(names, effective_values)
     message = f"`{name}` does nothing here: it is read only where {ways} ({where}), and {state}"
     help = rendered(entry.instead.get(name, "delete the line, or set what it needs"))
     return _build_finding("warning", "conditional-key", name, message, help)
+
+
+def _pick_alternatives(closed: list[_ClosedRead]) -> list[_ClosedRead]:
+    """The first read under the conditions that all share, else under each combination of them."""
+    shared = list(closed[0].conditions)
+    for read in closed:
+        shared = [text for text in shared if text in read.conditions]
+    if shared:
+        return [_ClosedRead(closed[0].where, tuple(shared))]
+    first: dict[tuple[str, ...], _ClosedRead] = {}
+    for read in closed:
+        first.setdefault(read.conditions, read)
+    return list(first.values())[:_MOST_PLACES]
 
 
 def _describe_state(names: Iterable[str], effective_values: Mapping[str, Any]) -> str:

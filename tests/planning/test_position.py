@@ -90,18 +90,25 @@ def reason(mismatch: ResumeMismatch | None) -> str | None:
     return None if mismatch is None else mismatch.reason
 
 
+def inexact_steps(
+    skips_each: bool, layout: EpochLayout, every: int, *, keeps_order: bool = True
+) -> list[int]:
+    inexact = epochs.inexact(skips_each, layout, every, keeps_order=keeps_order)
+    return [step for step, _ in inexact]
+
+
 UNEVEN = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
 EVEN = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
 
 
 def test_positions_measured_at_the_pin() -> None:
     """Real runs: 44 rows of 4, accumulation 2, two epochs: 11 micro-batches an epoch, 6 steps."""
-    assert list(epochs.inexact(False, UNEVEN, 2)) == [6, 8, 10]
-    assert list(epochs.inexact(False, EVEN, 2)) == []
+    assert inexact_steps(False, UNEVEN, 2) == [6, 8, 10]
+    assert inexact_steps(False, EVEN, 2) == []
     # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
-    assert list(epochs.inexact(True, EVEN, 2)) == [2, 4]
+    assert inexact_steps(True, EVEN, 2) == [2, 4]
     # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
-    assert list(epochs.inexact(False, EVEN, 4, keeps_order=False)) == [8]
+    assert inexact_steps(False, EVEN, 4, keeps_order=False) == [8]
     # with max_train_steps 8 step 8 is inside the second epoch: a ninth was trained
     limited = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
     mismatch = epochs.of_step(False, 8, DataPosition(1, 4), limited, limited)

@@ -101,19 +101,25 @@ class Report:
 
     @property
     def exit_code(self) -> Exit:
-        return Exit.NOT_READY if errors(self.findings) else Exit.OK
+        if errors(self.findings):
+            return Exit.NOT_READY
+        return Exit.OK
 
     def lines(self) -> list[str]:
         width = max((len(fact.name) for fact in self.facts), default=0)
         lines = [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
         codes = dict.fromkeys(finding.code for finding in errors(self.findings))
-        lines.append(f"not ready: {', '.join(codes)}" if codes else "ready")
-        return lines
+        end = "ready"
+        if codes:
+            end = f"not ready: {', '.join(codes)}"
+        return [*lines, end]
 
     def as_json(self) -> dict[str, Any]:
-        facts = {}
+        facts: dict[str, Any] = {}
         for fact in self.facts:
-            facts[fact.name] = fact.text if fact.value is None else fact.value
+            facts[fact.name] = fact.value
+            if fact.value is None:
+                facts[fact.name] = fact.text
         return {
             "ready": self.exit_code is Exit.OK,
             "facts": facts,
@@ -378,9 +384,10 @@ def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator
     torch = torch_of(trainer)
     if torch is None or torch.hip is not None:
         return
-    version = "" if cuda is None else f"{cuda[0]}{cuda[1]}"
     command = f"{trainer.python} -m pip install --force-reinstall torch"
-    command += f" --index-url https://download.pytorch.org/whl/cu{version}"
+    command += " --index-url https://download.pytorch.org/whl/cu"
+    if cuda is not None:
+        command += f"{cuda[0]}{cuda[1]}"
     if torch.cuda is None:
         message = f"torch {torch.version} of {trainer.python} is built for the CPU"
         help = f"install a CUDA build, such as {command}, or --gpus 0"

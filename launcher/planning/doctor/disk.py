@@ -52,7 +52,9 @@ class Saved:
     @property
     def together(self) -> int:
         """The checkpoints at once: the trainer deletes an old one after it has saved a new one."""
-        counts = [] if self.times is None else [self.times]
+        counts = []
+        if self.times is not None:
+            counts.append(self.times)
         if self.limit is not None:
             counts.append(self.limit + 1)
         return min(counts, default=1)
@@ -272,10 +274,14 @@ def _count_moment_bytes(values: Values, width: int) -> int:
     The default is AdamW, under a name that is computed
     (transformers/training_args.py::TrainingArguments[default_optim #1]).
     """
-    name = str(values.get("optim")) if values.given("optim") else "adamw"
+    name = "adamw"
+    if values.given("optim"):
+        name = str(values["optim"])
     if not name.startswith(("adamw", "paged_adamw")) or "4bit" in name:
         return 0
-    return 2 if "8bit" in name else 2 * width
+    if "8bit" in name:
+        return 2
+    return 2 * width
 
 
 def _count_saves(plan: Plan) -> int | None:
@@ -381,7 +387,9 @@ def unwritable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
 def too_little(
     needed: Needs | None, output: Path | None, targets: Iterable[WriteTarget]
 ) -> Iterator[Finding]:
-    room = None if output is None else free(output)
+    room = None
+    if output is not None:
+        room = free(output)
     reported: int | None = None
     if room is not None and needed is not None:
         message = f"{sized(room.free)} free at {output}, and this run writes "

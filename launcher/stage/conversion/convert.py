@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -99,7 +98,6 @@ def convert(
     gpus: int | None,
     locator: Locator,
     arguments: tuple[str, ...] = (),
-    environ: Mapping[str, str] = os.environ,
     replacements: Replacements = replacement.NONE,
 ) -> Conversion:
     """The stage that a file or script describes; `arguments` are those that a script starts with.
@@ -108,7 +106,7 @@ def convert(
     the file cannot be read or its stage is neither SFT nor DPO, and UsageError if it describes no
     known training.
     """
-    circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
+    circumstances = sources.Circumstances(arguments=arguments, gpus=gpus)
     recipes = sources.read_recipes(path, circumstances)
     recipe = _choose_recipe(recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
@@ -163,13 +161,12 @@ def _choose_stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locat
     named = _find_named_stage(recipe, tool, locator)
     if named is None or named in STAGES:
         return stage or named or "sft"
-    key = tool.stage_key or "stage"
+    place: dict[str, Any] = {"key": tool.stage_key or "stage", "file": str(recipe.path)}
     setting = recipe.get(tool.stage_key)
-    line = None if setting is None else setting.line
-    file = str(recipe.path)
+    if setting is not None:
+        place["line"] = setting.line
     message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
-    fault = launch_finding("error", "bad-stage", message, None, key=key, file=file, line=line)
-    raise InvalidConfig(fault)
+    raise InvalidConfig(launch_finding("error", "bad-stage", message, None, **place))
 
 
 def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
@@ -181,7 +178,9 @@ def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | No
     if tool.stage_key and recipe.get("train_dataset") is None:
         # what the tool trains without the key is SFT
         return None
-    return "dpo" if _is_dpo(recipe, tool, locator) else None
+    if _is_dpo(recipe, tool, locator):
+        return "dpo"
+    return None
 
 
 def _is_dpo(recipe: Recipe, tool: _Tool, locator: Locator) -> bool:
@@ -234,8 +233,9 @@ def _leave_rest_of_script(ledger: ConversionLedger) -> None:
     recipe = ledger.recipe
     settled = {written.rpartition(" ")[2] for written in (*ledger.carried, *ledger.omissions)}
     for number, line in enumerate(recipe.text.splitlines(), start=1):
-        flags = [] if line.lstrip().startswith("#") else _FLAG.findall(line)
-        for flag in flags:
+        if line.lstrip().startswith("#"):
+            continue
+        for flag in _FLAG.findall(line):
             if flag not in settled:
                 settled.add(flag)
                 setting = flag_of(flag, str(recipe.path), number)
@@ -376,9 +376,7 @@ def _settle_batch(ledger: ConversionLedger, gpus: int | None) -> None:
     draft.batch = (per_device * steps * max(1, devices), per_device)
     for target, key in ((_PER_DEVICE, "batch.per_device"), (_ACCUMULATION, "batch.global")):
         draft.rows.pop(target, None)
-        for targets in ledger.carried.values():
-            if target in targets:
-                targets[targets.index(target)] = key
+        ledger.rename(target, key)
 
 
 def _is_batch_unknown(recipe: Recipe) -> bool:
@@ -396,7 +394,9 @@ def _find_row_or_default(ledger: ConversionLedger, name: str) -> int | None:
         value = row.value
     elif field is not None:
         value = field.default
-    return value if isinstance(value, int) and value > 0 else None
+    if isinstance(value, int) and value > 0:
+        return value
+    return None
 
 
 def _complete_draft(ledger: ConversionLedger) -> None:
@@ -456,15 +456,17 @@ _ABOUT_FILES = frozenset({"missing-data", "missing-file", "no-such-data"})
 def describe(conversion: Conversion) -> None:
     """Write what became of the settings into the draft's comments."""
     draft = conversion.draft
-    draft.checks = {}
+    advice: dict[str, list[str]] = {}
     for check in conversion.ledger.checks:
         name = check.setting.written.lstrip("-")
-        before = draft.checks.get(name)
-        draft.checks[name] = check.advice if before is None else f"{before}; {check.advice}"
+        advice.setdefault(name, []).append(check.advice)
+    draft.checks = {name: "; ".join(sentences) for name, sentences in advice.items()}
     draft.lost = {}
     draft.unneeded = {}
     for written, omission in conversion.ledger.omissions.items():
-        place = draft.lost if omission.matters else draft.unneeded
+        place = draft.unneeded
+        if omission.matters:
+            place = draft.lost
         place[written] = (_render_value(omission.setting), omission.reason)
 
 

@@ -10,7 +10,14 @@ from launcher.config.keys import KEYS
 from launcher.stage.conversion import sharding
 from launcher.stage.conversion.commands import CONFIG
 from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.settings import (
+    Recipe,
+    SourceSetting,
+    is_off,
+    is_on,
+    leading_number,
+    words,
+)
 from launcher.stage.conversion.sharding import ShardingName
 
 _PROCESSES = "num_processes"
@@ -82,7 +89,10 @@ def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of accelerate's config file under the names of its options."""
     options: dict[str, Any] = {}
     for key, value in content.items():
-        options |= value if isinstance(value, Mapping) else {key: value}
+        if isinstance(value, Mapping):
+            options |= value
+        else:
+            options[key] = value
     return options
 
 
@@ -105,11 +115,6 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.leave(setting, _REASONS.get(setting.key, other), matters=False)
 
 
-def _parse_number(value: Any) -> int | None:
-    match = re.match(r"\d{1,5}", str(value))
-    return int(match[0]) if match and not isinstance(value, bool) else None
-
-
 def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if setting.key in _MACHINES and not setting.missing:
@@ -123,7 +128,7 @@ def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
 
 def _parse_upper_bound(value: Any) -> int | None:
     """A number, or the end of torchrun's range `1:4`."""
-    return _parse_number(str(value).rpartition(":")[2])
+    return leading_number(str(value).rpartition(":")[2])
 
 
 def _count_devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | None:
@@ -134,7 +139,7 @@ def _count_devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int
         if setting.missing:
             continue
         if setting.key == _PROCESSES:
-            total = _parse_number(setting.value)
+            total = leading_number(setting.value)
             ledger.point(setting, "--gpus")
         elif setting.key in _EACH:
             count = _parse_upper_bound(setting.value)
@@ -155,7 +160,7 @@ def _count_visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.missing:
             continue
         if setting.key == "NPROC_PER_NODE":
-            number = _parse_number(setting.value)
+            number = leading_number(setting.value)
         elif setting.key in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
             number = len(words(setting.value))
         else:
@@ -170,7 +175,9 @@ def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if setting.key != "mixed_precision" or setting.missing:
             continue
-        value = "no" if is_off(setting.value) else str(setting.value)
+        value = str(setting.value)
+        if is_off(setting.value):
+            value = "no"
         precisions = KEYS["mixed_precision"].words
         if value in precisions:
             ledger.draft.mixed_precision = value

@@ -49,7 +49,9 @@ def _carry_data(ledger: ConversionLedger) -> None:
     target = ledger.entry.names.data
     if setting is not None:
         value = setting.value
-        ledger.carry(setting, target, value.split() if isinstance(value, str) else value)
+        if isinstance(value, str):
+            value = value.split()
+        ledger.carry(setting, target, value)
     for key in ("dataset_mixer", "dataset_name", "train_file"):
         other = ledger.take(key)
         if other is None or is_off(other.value):
@@ -64,8 +66,10 @@ def _list_mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     if isinstance(setting.value, Mapping):
         listed: list[Any] = []
         for name, amount in setting.value.items():
-            # 1 is the whole set there, and one row as a word of the list
-            listed += [str(name), 1.0 if amount == 1 else amount]
+            if amount == 1:
+                # the whole set there, and one row as a word of the list
+                amount = 1.0
+            listed += [str(name), amount]
         return listed
     path = str(setting.value)
     if data_sets.is_file(path):

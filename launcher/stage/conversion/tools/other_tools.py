@@ -52,7 +52,9 @@ _SWIFT_DEFAULTS: Mapping[str, Any] = {
 def flatten_openrlhf(recipe: Recipe) -> None:
     """Newer names have a section in front: `--data.max_len` is `--max_len`."""
     for index, setting in enumerate(recipe.settings):
-        key = "eval_steps" if setting.key == "eval.steps" else setting.key.rpartition(".")[2]
+        key = setting.key.rpartition(".")[2]
+        if setting.key == "eval.steps":
+            key = "eval_steps"
         recipe.settings[index] = replace(setting, key=key)
 
 
@@ -97,13 +99,14 @@ def _carry_openrlhf_data(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     split = ledger.take("dataset_split", "train_split")
-    name_of_split = None if split is None else str(split.value)
     mixture = SourceData(setting=setting)
+    name_of_split = None
+    if split is not None:
+        name_of_split = str(split.value)
+        mixture.also.append(split)
     for text in words(setting.value):
         path, _, _ = text.partition("@")
         mixture.sets.append(DataSet(path=path, split=name_of_split))
-    if split is not None:
-        mixture.also.append(split)
     data_sets.limit_rows(ledger, mixture, "max_samples")
     data_sets.write(ledger, mixture)
     keys = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key")
@@ -165,7 +168,9 @@ def _carry_swift_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset")
     if setting is None:
         return
-    values = setting.value if isinstance(setting.value, list) else str(setting.value).split()
+    values = setting.value
+    if not isinstance(values, list):
+        values = str(values).split()
     mixture = SourceData(setting=setting)
     data_sets.set_aside(ledger, mixture, "split_dataset_ratio")
     for text in values:

@@ -10,7 +10,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, value_or, words
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 REASONS: Mapping[str, str] = {
@@ -120,7 +120,9 @@ def _build_data_set(item: Mapping[str, Any]) -> DataSet:
 
 
 def _read_share(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return float(value)
+    return None
 
 
 def _carry_mixer(ledger: ConversionLedger) -> None:
@@ -130,12 +132,12 @@ def _carry_mixer(ledger: ConversionLedger) -> None:
         return
     splits = ledger.take("dataset_splits")
     configs = ledger.take("dataset_configs")
-    split_names = words(splits.value) if splits is not None else ["train", "test"]
+    split_names = words(value_or(splits, ["train", "test"]))
     train = [name for name in split_names if "train" in name]
     test = [name for name in split_names if "test" in name]
     if not train:
         train = [name for name in split_names if name not in test] or ["train"]
-    config_names: list[str | None] = [*words(configs.value)] if configs is not None else []
+    config_names: list[str | None] = [*words(value_or(configs, []))]
     mixture = SourceData(setting=setting)
     for (path, share), config in itertools.zip_longest(setting.value.items(), config_names):
         for split in train:
@@ -192,10 +194,13 @@ def _carry_own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if not isinstance(values, list):
         values = words(str(values).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
-    train, test, *_ = [*([] if splits is None else words(splits.value)), None, None]
+    # the split to train on and, if there is one, the split to evaluate on
+    train, test, *_ = [*words(value_or(splits, [])), None, None]
     mixture = SourceData(setting=setting)
     for value in values:
-        path = str(value.get("path")) if isinstance(value, Mapping) else str(value)
+        if isinstance(value, Mapping):
+            value = value.get("path")
+        path = str(value)
         if data_sets.is_file(path):
             path = data_sets.local_path(path, ledger.recipe)
         mixture.sets.append(DataSet(path=path, split=train))

@@ -818,8 +818,8 @@ def _find_tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path
             entry = entries.hit(cache.path, planned)
             if entry is not None:
                 yield entry
-            continue
-        folder = folders.opened(cache.path)
-        if folder is not None:
-            paths = [cache.path / name for name in folder.entries()]
-            yield from sorted(paths, key=lambda path: -path.stat().st_mtime)
+        else:
+            folder = folders.opened(cache.path)
+            if folder is not None:
+                paths = [cache.path / name for name in folder.entries()]
+                yield from sorted(paths, key=lambda path: -path.stat().st_mtime)

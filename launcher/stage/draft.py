@@ -14,6 +14,7 @@ from launcher.errors import brief, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.stage import rows as data_rows
+from launcher.stage.options import Batch
 from launcher.upstream.trainers import BACKENDS
 from launcher.upstream.trl import PIN as TRL_PIN
 
@@ -52,7 +53,7 @@ class Draft:
     mixed_precision: str | None = None
     name: str | None = None
     slurm: dict[str, str | bool] = field(default_factory=dict)
-    batch: tuple[int, int] | None = None
+    batch: Batch | None = None
     rows: Rows = field(default_factory=dict)
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)
     unneeded: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -125,9 +126,9 @@ class Draft:
                 _render_line("mixed_precision", Row(self.mixed_precision, "bf16, fp16 or no"))
             )
         if self.batch is not None:
-            total, per_device = self.batch
-            batch = f"batch: {{global: {total}, per_device: {per_device}}}"
-            lines.append(f"{batch:<42}# rows per step; accumulation follows from --gpus")
+            batch = self.batch
+            line = f"batch: {{global: {batch.total}, per_device: {batch.per_device}}}"
+            lines.append(f"{line:<42}# rows per step; accumulation follows from --gpus")
         if self.slurm:
             lines.append(_render_line("slurm", Row(self.slurm, "for --slurm")))
         return lines
@@ -155,10 +156,8 @@ def _render_comment(text: str) -> str:
 
 def _render_argument(key: str, row: Row) -> list[str]:
     """The lines of one argument; of a list of mappings one line a key."""
-    has_mappings = False
-    if isinstance(row.value, list):
-        has_mappings = any(isinstance(value, dict) for value in row.value)
-    if row.off or not has_mappings:
+    is_list = isinstance(row.value, list)
+    if row.off or not is_list or not any(isinstance(item, dict) for item in row.value):
         return [f"  {_render_line(key, row, 40)}"]
     block = yaml.safe_dump({key: row.value}, sort_keys=False, width=10**6, allow_unicode=True)
     return [f"  {line}" for line in block.splitlines()]
@@ -203,7 +202,8 @@ def new(
         draft.deepspeed = "zero2"
     per_device = _PER_DEVICE[stage]
     on_all = per_device * max(1, gpus)
-    draft.batch = (on_all * max(1, _ROWS // on_all), per_device)
+    total = on_all * max(1, _ROWS // on_all)
+    draft.batch = Batch(total=total, per_device=per_device)
     draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
     length = _choose_length(model, environ)
     if backend == "trl":

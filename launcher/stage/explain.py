@@ -239,15 +239,16 @@ def _find_names(key: str, schema: Schema, source: Upstream) -> list[str]:
     """The arguments that a key means: itself, those of an idea, or those that have it as a word."""
     if key in KEYS or _explain_key(key, schema, source, None).known:
         return [key]
-    meant = {*IDEAS.get(key, ())}
-    for names_there in FOREIGN.values():
-        meant.add(names_there.get(key, ""))
+    meant = [*IDEAS.get(key, ())]
+    for tool_names in FOREIGN.values():
+        meant.append(tool_names.get(key, ""))
     names = [name for name in schema.fields if name in meant]
-    if not names:
-        names = [name for name in schema.fields if key in name.split("_")]
-        if len(names) > _MOST_NAMES:
-            return [key]
-    return names or [key]
+    if names:
+        return names
+    names = [name for name in schema.fields if key in name.split("_")]
+    if 1 <= len(names) <= _MOST_NAMES:
+        return names
+    return [key]
 
 
 IDEAS: Mapping[str, tuple[str, ...]] = {
@@ -357,13 +358,13 @@ def _find_value_in_file(
     if key in KEYS and field is None and key not in config.args:
         if config.options.get(key) is None:
             return None
-        faults = [f for f in judged.findings if (f.key or "").partition(".")[0] == key]
-        origin = str(config.origin(key))
-        return Here(value=config.options[key], origin=origin, findings=tuple(faults))
-    faults = [f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}"]
+        faults = _find_faults(judged, key, ".")
+        return Here(value=config.options[key], origin=str(config.origin(key)), findings=faults)
+    faults = _find_faults(judged, f"args.{key}", "[")
     if key in derived:
         value, origin = derived[key]
-    elif config.args.get(key) is not None:
+        return Here(value=value, origin=origin, findings=faults)
+    if config.args.get(key) is not None:
         value = config.args[key]
         place = config.origin(f"args.{key}")
         via = None
@@ -374,17 +375,24 @@ def _find_value_in_file(
             words = tuple(schema.words(key, value))
         # with its key, as a password has no shape
         value, words = config.redactor.redact({key: (value, words)})[key]
-        return Here(value=value, origin=str(place), via=via, words=words, findings=tuple(faults))
-    elif field is None:
+        return Here(value=value, origin=str(place), via=via, words=words, findings=faults)
+    if field is None:
         return None
-    else:
-        value = _find_default(field)
-        origin = f"default, {field.where}"
-        fixed = entry_of(schema).derived.get(key)
-        if fixed is not None:
-            value = fixed[0]
-            origin = f"set by launch: {fixed[1]}"
-    return Here(value=value, origin=origin, findings=tuple(faults))
+    fixed = entry_of(schema).derived.get(key)
+    if fixed is not None:
+        value, reason = fixed
+        return Here(value=value, origin=f"set by launch: {reason}", findings=faults)
+    return Here(value=_find_default(field), origin=f"default, {field.where}", findings=faults)
+
+
+def _find_faults(judged: stage.Judged, key: str, separator: str) -> tuple[Finding, ...]:
+    """The findings about a key, or about a part of its value, which a separator precedes."""
+    findings = []
+    for finding in judged.findings:
+        name, _, _ = (finding.key or "").partition(separator)
+        if name == key:
+            findings.append(finding)
+    return tuple(findings)
 
 
 def _list_words(key: Key, schema: Schema) -> tuple[str, ...]:

@@ -207,9 +207,8 @@ def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
         yield launch_finding("error", "no-checkout", message, help)
     if trainer.version < OLDEST:
-        message = (
-            f"{trainer.python} ({trainer.source}) is Python {_format_version(trainer.version)}"
-        )
+        version = _format_version(trainer.version)
+        message = f"{trainer.python} ({trainer.source}) is Python {version}"
         help = f"name Python {_format_version(OLDEST)} or later with --python"
         yield launch_finding("error", "old-python", message, help)
     yield from packages(subject, imports)
@@ -259,9 +258,8 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
     for failure in imports.failures:
         if failure.missing is None:
             message = f"importing `{failure.module}` fails: {failure.error}: {failure.message}"
-            help = (
-                f"the package of the file named does not work here: reinstall it with {reinstall}"
-            )
+            help = "the package of the file named does not work here: "
+            help += f"reinstall it with {reinstall}"
             place = {"file": failure.file, "line": failure.line}
             yield launch_finding("error", "import-error", message, help, **place)
     yield from _check_cuda(subject, imports)
@@ -328,15 +326,16 @@ def _try_imports(subject: Subject, chosen: Devices, timeout_s: float) -> Imports
         modules.append(entry.script.removesuffix(".py").replace("/", "."))
     for entry in subject.entries:
         modules += entry.imports
+    gpus = bool(subject.gpus)
     environ = dict(subject.environ)
-    if not subject.gpus:
+    if not gpus:
         environ[VARIABLE] = ""
     elif not chosen.refused:
         environ |= chosen.env()
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
     return install.try_imports(
-        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
+        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=gpus
     )
 
 

@@ -193,11 +193,10 @@ def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list
     if folder is None:
         return kept
     last = rundir.read_manifest(folder)
-    own = []
-    for number in range(1, last.attempt or 1):
-        own.append(rundir.read_kept_manifest(folder, number))
-    own = [record for record in (*own, last) if record]
-    return max(own, kept, key=len)
+    own = [rundir.read_kept_manifest(folder, number) for number in range(1, last.attempt or 1)]
+    own.append(last)
+    readable = [record for record in own if record]
+    return max(readable, kept, key=len)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,8 +227,9 @@ class ResumeJudge:
         unknown = [repr(name) for name in self.allowed if name not in names]
         if unknown:
             message = "--allow-changed-resume: no argument or group is named "
+            message += ", ".join(unknown)
             help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
-            raise usage("unknown-change", message + ", ".join(unknown), help)
+            raise usage("unknown-change", message, help)
         if self.plan.values.get("cache_dataset_only") is True:
             return Decision()
         if self.history:
@@ -604,14 +604,19 @@ class ResumeJudge:
 
     def _find_trl_mismatch(self, checkpoint: Checkpoint, maker: Manifest) -> ResumeMismatch | None:
         skips = not self.plan.values.get("ignore_data_skip")
-        rows = (maker.global_batch, self.plan.global_batch)
         wrong = epochs.of_trl(
-            checkpoint.number, checkpoint.epochs, *rows, self._count_total_steps(), skips=skips
+            checkpoint.number,
+            checkpoint.epochs,
+            was=maker.global_batch,
+            now=self.plan.global_batch,
+            total=self._count_total_steps(),
+            skips=skips,
         )
         began_again = maker.argument("ignore_data_skip") and maker.resumed_step
         if wrong is None and skips and began_again:
-            text = "the attempt that saved it had begun an epoch again, and rows that it never "
-            return ResumeMismatch("skipped", f"{text}reached would be skipped")
+            text = "the attempt that saved it had begun an epoch again, "
+            text += "and rows that it never reached would be skipped"
+            return ResumeMismatch("skipped", text)
         return wrong
 
     def _find_data_position(self, checkpoint: Checkpoint) -> DataPosition:
@@ -644,9 +649,10 @@ class ResumeJudge:
             next_name = checkpoints.folder_name(self.backend, "epoch", epoch + 1)
         aside = []
         for checkpoint in candidates:
+            # a step's comes before any epoch's
             is_hiding = epoch >= 0 and checkpoint.kind == "step"
-            is_newer = self._find_step(checkpoint) > step or is_hiding
-            if checkpoint is chosen or not is_newer:
+            is_newer = self._find_step(checkpoint) > step
+            if checkpoint is chosen or not (is_newer or is_hiding):
                 continue
             if checkpoint.marked or checkpoint.name != next_name:
                 aside.append(checkpoint.path)
@@ -708,10 +714,10 @@ class ResumeJudge:
         loads = "dpo_tune_cache.py::main[accelerator.load_state]"
         computes = "dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]"
         message = f"{place} is gone: the checkpoint is loaded before the reference is computed "
-        message += rendered(f"({loads}, {computes}), and the half-trained model would be ")
+        message += rendered(f"({loads}, {computes}), ")
+        message += "and the half-trained model would be its own reference"
         help = "bring it back, or start over with --fresh"
-        key = "model_name_or_path"
-        self._add_finding(severity, "reference-gone", f"{message}its own reference", help, key)
+        self._add_finding(severity, "reference-gone", message, help, "model_name_or_path")
 
     def _check_names(self) -> None:
         names = checkpoints.strange_names(self.backend, self.output)

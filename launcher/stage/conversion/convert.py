@@ -26,6 +26,7 @@ from launcher.stage.conversion.tools import (
     trl,
 )
 from launcher.stage.draft import Draft
+from launcher.stage.options import Batch
 from launcher.upstream.locate import Locator, past
 from launcher.upstream.trainers import BACKENDS
 
@@ -211,6 +212,9 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     launchers.settle(recipe, ledger)
     launchers.arguments_of(recipe, ledger)
     _write_placeholders(ledger)
+    named_stage = recipe.get(tool.stage_key)
+    if named_stage is not None:
+        ledger.point(named_stage, "stage")
     tool.convert(ledger)
     _settle_directives(ledger)
     _settle_environment(ledger)
@@ -373,7 +377,8 @@ def _settle_batch(ledger: ConversionLedger, gpus: int | None) -> None:
     steps = _find_row_or_default(ledger, _ACCUMULATION)
     if per_device is None or steps is None:
         return
-    draft.batch = (per_device * steps * max(1, devices), per_device)
+    total = per_device * steps * max(1, devices)
+    draft.batch = Batch(total=total, per_device=per_device)
     for target, key in ((_PER_DEVICE, "batch.per_device"), (_ACCUMULATION, "batch.global")):
         draft.rows.pop(target, None)
         ledger.rename(target, key)

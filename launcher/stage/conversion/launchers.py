@@ -190,14 +190,16 @@ def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
 def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
     options = {setting.key: setting for setting in recipe.launchers if not setting.missing}
     result = _find_sharding({key: setting.value for key, setting in options.items()}, recipe)
-    settings = [options[key] for key in options if key in _SHARDING or key in _CONFIG_FILES]
+    keys = [key for key in options if key in _SHARDING or key in _CONFIG_FILES]
     if result is not None:
-        ledger.shard(result, *settings)
+        ledger.shard(result, *[options[key] for key in keys])
         return
-    for setting in settings:
-        if setting.key in _SHARDING or sharding.read_text(str(setting.value), recipe) is not None:
+    for key in keys:
+        setting = options[key]
+        text = str(setting.value)
+        if key in _SHARDING or sharding.read_text(text, recipe) is not None:
             ledger.leave(setting, "launch decides it: no ZeRO and no FSDP", matters=False)
-        elif re.search(r"multi_?gpu|single|ddp|default", str(setting.value).lower()):
+        elif re.search(r"multi_?gpu|single|ddp|default", text.lower()):
             reason = "without ZeRO and FSDP launch needs no such file"
             ledger.leave(setting, reason, matters=False)
         else:
@@ -209,8 +211,9 @@ def _find_sharding(options: Mapping[str, Any], recipe: Recipe) -> ShardingName |
     if "deepspeed_config_file" in options:
         return sharding.of_deepspeed(options["deepspeed_config_file"], recipe)
     if "zero_stage" in options:
-        devices = (options.get("offload_optimizer_device"), options.get("offload_param_device"))
-        offloads = not all(map(is_off, devices))
+        states = options.get("offload_optimizer_device")
+        weights = options.get("offload_param_device")
+        offloads = not is_off(states) or not is_off(weights)
         return sharding.of_stage(options["zero_stage"], offloads=offloads)
     kind = str(options.get("distributed_type")).upper()
     if is_on(options.get("use_fsdp")) or kind == "FSDP":

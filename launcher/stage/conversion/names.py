@@ -251,6 +251,18 @@ def warmup(ledger: ConversionLedger) -> None:
             ledger.point(steps, "warmup_steps")
 
 
+def trains_lora(ledger: ConversionLedger, method: SourceSetting | None) -> bool:
+    """Whether a tool trains LoRA, which is its default; leaves another method out."""
+    if method is None:
+        return True
+    kind = str(method.value)
+    if kind == "full":
+        ledger.leave(method, "all weights are trained, as without LoRA here", matters=False)
+    elif kind != "lora":
+        ledger.leave(method, f"`{kind}`: TRL trains all weights, or LoRA")
+    return kind == "lora"
+
+
 _LORA_SWITCHES = (
     "use_lora",
     "use_peft",

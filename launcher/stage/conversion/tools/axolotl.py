@@ -52,9 +52,6 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = {
 
 def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a file of Axolotl's."""
-    rl = ledger.recipe.get("rl")
-    if rl is not None:
-        ledger.point(rl, "stage")
     _carry_data(ledger)
     _carry_adapter(ledger)
     _carry_precision(ledger)

@@ -21,11 +21,10 @@ from launcher.stage.conversion.settings import (
     words,
 )
 
-_TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
 _STARTS = "launch starts the processes itself"
 _REASONS: Mapping[str, str] = {
-    "template": _TEMPLATE,
+    "template": templates.BY_NAME,
     "mix_strategy": _SETS,
     "interleave_probs": _SETS,
     "loraplus_lr_ratio": "TRL has no LoRA+",
@@ -49,9 +48,6 @@ _MOST_BYTES = 2**22
 
 def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a file or command line of LLaMA-Factory."""
-    stage = ledger.recipe.get("stage")
-    if stage is not None:
-        ledger.point(stage, "stage")
     _carry_data(ledger)
     _carry_method(ledger)
     _carry_quantization(ledger)
@@ -160,15 +156,8 @@ def _carry_method(ledger: ConversionLedger) -> None:
     if setting is not None and isinstance(setting.value, Mapping):
         _carry_method_of_mapping(ledger, setting)
         return
-    kind = str(value_or(setting, "lora"))
     about = setting or ledger.take("lora_rank", "lora_target", "dataset", "model_name_or_path")
-    if setting is not None and kind == "full":
-        ledger.leave(setting, "all weights are trained, as without LoRA here", matters=False)
-        return
-    if setting is not None and kind != "lora":
-        ledger.leave(setting, f"`{kind}`: TRL trains all weights, or LoRA")
-        return
-    if about is None:
+    if about is None or not names.trains_lora(ledger, setting):
         return
     # `about` may be the rank, and nothing takes a setting that is carried
     rank_setting = ledger.take("lora_rank")

@@ -10,6 +10,7 @@ from launcher.stage.conversion import data_sets, names, sharding, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Recipe, is_on, words
+from launcher.stage.options import Batch
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
     "tokenizer_chat_template": "TRL takes the template of the tokenizer",
@@ -89,7 +90,7 @@ def _carry_openrlhf_batch(ledger: ConversionLedger) -> None:
     if whole is None or each is None:
         return
     if isinstance(whole.value, int) and isinstance(each.value, int):
-        ledger.draft.batch = (whole.value, each.value)
+        ledger.draft.batch = Batch(total=whole.value, per_device=each.value)
         ledger.point(whole, "batch.global")
         ledger.point(each, "batch.per_device")
 
@@ -134,11 +135,7 @@ def convert_swift(ledger: ConversionLedger) -> None:
     _carry_swift_data(ledger)
     method = ledger.take("train_type", "tuner_type", "sft_type")
     about = method or ledger.take("lora_rank", "target_modules", "model", "model_id_or_path")
-    if method is not None and str(method.value) == "full":
-        ledger.leave(method, "all weights are trained, as without LoRA here", matters=False)
-    elif method is not None and str(method.value) != "lora":
-        ledger.leave(method, f"`{method.value}`: TRL trains all weights, or LoRA")
-    elif about is not None:
+    if about is not None and names.trains_lora(ledger, method):
         ledger.carry(about, "use_peft", value=True, note="LoRA is ms-swift's default")
         _add_lora_defaults(ledger)
     bits = ledger.take("quant_bits", "quantization_bit")
@@ -214,7 +211,7 @@ def convert_verl(ledger: ConversionLedger) -> None:
         size = 256
         if whole is not None and isinstance(whole.value, int):
             size = whole.value
-        ledger.draft.batch = (size, each.value)
+        ledger.draft.batch = Batch(total=size, per_device=each.value)
         ledger.point(each, "batch.per_device")
         if whole is not None:
             ledger.point(whole, "batch.global")

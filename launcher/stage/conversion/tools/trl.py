@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +29,12 @@ UNNEEDED: Mapping[str, str] = {
     "lazy_preprocess": "TRL prepares the rows before it trains",
     "use_fast_tokenizer": "transformers takes the fast tokenizer",
 }
-_TEMPLATE = "TRL takes the template of the tokenizer"
-_TEMPLATE_PATH = f"{_TEMPLATE}; `chat_template_path` names another one"
 _OWN_REASONS: Mapping[str, str] = {
     **REASONS,
     **dict.fromkeys(
         "conversation_template template conv_template prompt_template_name prompt_type "
         "conv_type".split(),
-        _TEMPLATE,
+        "TRL takes the template of the tokenizer",
     ),
     **dict.fromkeys(
         "eval_data_path validation_file validation_file_dir eval_file val_file eval_dir "
@@ -44,8 +42,8 @@ _OWN_REASONS: Mapping[str, str] = {
         data_sets.EVALUATES_ON_A_PART,
     ),
     "cache_dir": "set HF_HOME where it runs",
-    "chat_template_format": _TEMPLATE_PATH,
-    "template_path": _TEMPLATE_PATH,
+    "chat_template_format": templates.BY_NAME,
+    "template_path": templates.BY_NAME,
 }
 _DATA = (
     "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
@@ -133,26 +131,33 @@ def _carry_mixer(ledger: ConversionLedger) -> None:
     splits = ledger.take("dataset_splits")
     configs = ledger.take("dataset_configs")
     split_names = words(value_or(splits, ["train", "test"]))
-    train = [name for name in split_names if "train" in name]
-    test = [name for name in split_names if "test" in name]
-    if not train:
-        train = [name for name in split_names if name not in test] or ["train"]
+    train = _choose_train_splits(split_names)
     config_names: list[str | None] = [*words(value_or(configs, []))]
     mixture = SourceData(setting=setting)
     for (path, share), config in itertools.zip_longest(setting.value.items(), config_names):
         for split in train:
             data = DataSet(path=str(path), name=config, split=split, share=_read_share(share))
             mixture.sets.append(data)
+    test: list[str] = []
+    if _evaluates(ledger):
+        test = [name for name in split_names if "test" in name]
     is_single = len(mixture.sets) == 1 and mixture.sets[0].share in (None, 1.0)
-    evaluates = _evaluates(ledger)
-    if is_single and test and evaluates:
+    if is_single and test:
         mixture.test_split = test[0]
     mixture.also += filter(None, [splits, configs])
     data_sets.write(ledger, mixture)
     data_sets.advise(ledger, mixture)
-    if test and evaluates and not is_single and splits is not None:
+    if test and not is_single and splits is not None:
         split_off = "of several sets TRL's script splits off `test_split_size`"
         ledger.check(splits, f"{', '.join(test)} is not evaluated: {split_off}")
+
+
+def _choose_train_splits(names: Sequence[str]) -> list[str]:
+    """The splits whose names say training, else those that do not say test."""
+    train = [name for name in names if "train" in name]
+    if not train:
+        train = [name for name in names if "test" not in name]
+    return train or ["train"]
 
 
 def _evaluates(ledger: ConversionLedger) -> bool:

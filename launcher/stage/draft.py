@@ -191,7 +191,7 @@ def new(
     `is_pinned`: it is for the release of TRL whose templates launch knows. Raises UsageError if the
     rows have to be converted first, or if TRL cannot load the file alone.
     """
-    rows = data_rows.look(data, stage, backend, environ)
+    rows = data_rows.read_rows(data, stage, backend, environ)
     if rows is not None:
         _require_readable(rows, stage, backend)
     draft = Draft(stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus)

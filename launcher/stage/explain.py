@@ -282,10 +282,10 @@ def notes(schema: Schema) -> dict[str, list[str]]:
     for name, reads in schema.path.reads.items():
         alternatives = [unused.condition_of(read, entry) for read in reads]
         if not reads:
-            lines[name] = [f"no read found: {unused.instead(schema, entry, name)}"]
+            lines[name] = [f"no read found: {unused.suggest_instead(schema, entry, name)}"]
         elif all(alternatives):
             shortest = min(alternatives, key=len)
-            line = f"read only where {unused.shown(shortest)}"
+            line = f"read only where {unused.join_conditions(shortest)}"
             if len(alternatives) > 1:
                 line = f"{line} (and elsewhere)"
             lines[name] = [line]

@@ -197,7 +197,7 @@ class Mean(NamedTuple):
     error: float = 0.0
 
 
-def fallen(losses: Sequence[float]) -> Mean | None:
+def measure_fall(losses: Sequence[float]) -> Mean | None:
     """By what share the mean of the last fifth is below that of the first; None without two losses.
 
     The noise is taken from the differences of neighbouring steps, so that the fall is not noise.
@@ -213,7 +213,7 @@ def fallen(losses: Sequence[float]) -> Mean | None:
     return Mean((first - last) / level, error / level)
 
 
-def settled(series: Sequence[float]) -> Mean | None:
+def average_end(series: Sequence[float]) -> Mean | None:
     """The mean of the last fifth."""
     finite = list(filter(math.isfinite, series))
     if not finite:
@@ -332,7 +332,7 @@ def colour_of(flags: Sequence[Flag]) -> Colour:
 
 
 def _flag_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
-    fall = fallen(facts.losses)
+    fall = measure_fall(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
     elif facts.unproven is not None:
@@ -411,11 +411,11 @@ def _flag_rewards(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
         first = facts.losses[0]
         text = f"first loss {first:.4f}, ln 2 is {LN2:.4f}"
         yield gates.flag("first_loss", text, Mean(abs(first - LN2) / LN2))
-    accuracy = settled(facts.accuracies)
+    accuracy = average_end(facts.accuracies)
     if accuracy is not None:
         text = f"the chosen answer has the higher reward in {accuracy.value:.0%} of pairs"
         yield gates.flag("rewards_accuracy", text, accuracy, stuck=True)
-    margin = settled(facts.margins)
+    margin = average_end(facts.margins)
     if margin is not None:
         text = f"chosen less rejected reward is {margin.value:.3g}"
         yield gates.flag("rewards_margin", text, margin)

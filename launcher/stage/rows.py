@@ -49,7 +49,7 @@ class Rows:
         return Path(self.source.name)
 
 
-def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
+def read_rows(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
     """The rows of a file, a folder or a data set in the hub's cache; None if there are none."""
     if is_file(data):
         source = sources.of_file(data)

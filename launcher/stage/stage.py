@@ -145,9 +145,11 @@ def read_stage_file(
         if finding.layer == "parser" or finding.key not in reported:
             findings.append(finding)
 
-    findings += unused.refused(values, entry, _collect_keys(findings, {"error"}))
+    findings += unused.find_refusals(values, entry, _collect_keys(findings, {"error"}))
     grave = _collect_keys(findings, {"error", "warning"})
-    findings += [finding for finding in unused.find(values, entry) if finding.key not in grave]
+    findings += [
+        finding for finding in unused.find_unread(values, entry) if finding.key not in grave
+    ]
     findings += _find_batch_faults(opts, config, entry, values)
     findings += _find_attention_faults(opts, config)
     findings += _find_expect_faults(opts, entry, values)

@@ -19,10 +19,10 @@ _MOST_PLACES = 3
 _FIXED_OUTPUT = "do_not_randomize_output_dir"
 
 
-def find(values: Values, entry: Entry) -> Iterator[Finding]:
+def find_unread(values: Values, entry: Entry) -> Iterator[Finding]:
     """A finding for every argument that was given and that nothing will read."""
     schema = values.schema
-    effective_values = effective(values, entry)
+    effective_values = compute_effective(values, entry)
     for name, field in schema.fields.items():
         reads = schema.path.reads.get(name)
         if reads is None or not values.given(name):
@@ -44,17 +44,17 @@ def acts(values: Values, entry: Entry, name: str) -> bool:
     reads = values.schema.path.reads.get(name)
     if reads is None:
         return True
-    effective_values = effective(values, entry)
+    effective_values = compute_effective(values, entry)
     return any(not _find_false_conditions(read, effective_values, entry) for read in reads)
 
 
-def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
+def find_refusals(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
     """What the script itself refuses for these values, at a `raise` that arguments alone lead to.
 
     Nothing if one of those arguments is among `wrong`: keys that are reported already.
     """
     schema = values.schema
-    effective_values = effective(values, entry)
+    effective_values = compute_effective(values, entry)
     for refusal in schema.path.refusals:
         # at the pin the rules say the same, and better
         if refusal.parsing and schema.tested:
@@ -64,7 +64,7 @@ def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Itera
         if not all(truths) or any(f"args.{name}" in wrong for name in names):
             continue
         first = next(filter(values.given, names), names[0])
-        message = f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}"
+        message = f"{refusal.where} raises {refusal.error} where {join_conditions(refusal.when)}"
         state = _describe_state(names, effective_values)
         finding = _build_finding("error", "refused-by-source", first, message, state)
         if refusal.parsing:
@@ -72,7 +72,7 @@ def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Itera
         yield finding
 
 
-def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
+def compute_effective(values: Values, entry: Entry) -> Mapping[str, Any]:
     """The values that the script will see; `_UNKNOWN` for those that only a plan decides."""
     planned = {entry.names.output, entry.names.per_device, entry.names.accumulation, _FIXED_OUTPUT}
     effective_values: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
     return effective_values
 
 
-def shown(when: Iterable[str]) -> str:
+def join_conditions(when: Iterable[str]) -> str:
     return " and ".join(f"`{text}`" for text in when)
 
 
@@ -130,7 +130,7 @@ def _report_unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: boo
         reason = f"{first} comes before it ({shadow.where} is never reached)"
     severity: Severity = "note" if asks_nothing else "warning"
     message = f"`{name}` does nothing: {reason}"
-    return _build_finding(severity, code, name, message, instead(schema, entry, name))
+    return _build_finding(severity, code, name, message, suggest_instead(schema, entry, name))
 
 
 def _build_finding(severity: Severity, code: str, name: str, message: str, help: str) -> Finding:
@@ -138,7 +138,7 @@ def _build_finding(severity: Severity, code: str, name: str, message: str, help:
     return Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
 
 
-def instead(schema: Schema, entry: Entry, name: str) -> str:
+def suggest_instead(schema: Schema, entry: Entry, name: str) -> str:
     """What to write for an argument that does nothing, or who else would read it."""
     readers = [script for script, reads in schema.beside.items() if reads.get(name)]
     help = "delete the line"
@@ -151,7 +151,7 @@ def _report_unreachable(
     entry: Entry, name: str, closed: list[_ClosedRead], effective_values: Mapping[str, Any]
 ) -> Finding:
     alternatives = _pick_alternatives(closed)
-    ways = " or ".join(shown(read.conditions) for read in alternatives)
+    ways = " or ".join(join_conditions(read.conditions) for read in alternatives)
     where = ", ".join(dict.fromkeys(read.where for read in alternatives))
     names = _collect_names(text for read in alternatives for text in read.conditions)
     state = _describe_state(names, effective_values)

@@ -178,7 +178,7 @@ def examine(
     return Report(
         findings=tuple(findings),
         facts=tuple(_list_facts(subject, imports, chosen, look)),
-        install=install.steps(subject.trainer, extra, gpus=gpus, more=needed(subject)),
+        install=install.steps(subject.trainer, extra, gpus=gpus, more=list_needed(subject)),
     )
 
 
@@ -192,8 +192,8 @@ def _check_subject(
         yield from driver_and_torch(subject.trainer, chosen.slots[0].gpu.cuda)
     yield from shared_memory(subject.gpus)
     places = subject.places()
-    yield from disk.unwritable(places)
-    yield from disk.too_little(subject.needs(), subject.output, places)
+    yield from disk.check_writable(places)
+    yield from disk.check_space(subject.needs(), subject.output, places)
 
 
 def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
@@ -211,7 +211,7 @@ def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding
         message = f"{trainer.python} ({trainer.source}) is Python {version}"
         help = f"name Python {_format_version(OLDEST)} or later with --python"
         yield launch_finding("error", "old-python", message, help)
-    yield from packages(subject, imports)
+    yield from check_packages(subject, imports)
 
 
 def _format_version(version: Iterable[int]) -> str:
@@ -236,7 +236,7 @@ def _check_checkout(subject: Subject) -> Iterator[Finding]:
         yield launch_finding("note", "empty-submodule", message, status.fill)
 
 
-def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
+def check_packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
     """Packages that the trainer's Python lacks, and those that cannot be imported.
 
     Without `imports` only metadata and files tell.
@@ -268,14 +268,14 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 def _find_absent(subject: Subject, imports: Imports) -> list[str]:
     """The distributions that are missing, each once."""
     distributions = {module: name for name, module in install.MODULES.items()}
-    absent = list(install.missing(needed(subject), subject.trainer))
+    absent = list(install.missing(list_needed(subject), subject.trainer))
     for failure in imports.failures:
         if failure.missing:
             absent.append(distributions.get(failure.missing, failure.missing))
     return list(dict.fromkeys(absent))
 
 
-def needed(subject: Subject) -> tuple[str, ...]:
+def list_needed(subject: Subject) -> tuple[str, ...]:
     """The distributions that training imports."""
     plan = subject.plan
     names = list(subject.backend.NEEDS)
@@ -321,7 +321,7 @@ def _begins_without_flash(plan: Plan) -> bool:
 
 
 def _try_imports(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
-    modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
+    modules = [_MODULES[name] for name in list_needed(subject) if name in _MODULES]
     for entry in subject.entries:
         modules.append(entry.script.removesuffix(".py").replace("/", "."))
     for entry in subject.entries:
@@ -440,10 +440,10 @@ def _list_facts(
         text = "unknown: the model's size is not known from here"
         needs = subject.needs()
         if needs is not None:
-            text = f"up to {sized(needs.likely)}: {disk.described(needs)}"
+            text = f"up to {sized(needs.likely)}: {disk.describe_needs(needs)}"
         yield Fact("will write", text)
     for place in subject.places():
-        room = disk.free(place.path)
+        room = disk.measure_room(place.path)
         text = "unknown"
         value: dict[str, object] = {"path": str(place.path), "free": None}
         if room is not None:

@@ -339,7 +339,7 @@ def places(
         yield WriteTarget(Path(reference), "reference log-probabilities", REFERENCE_VARIABLE)
 
 
-def free(path: Path) -> Room | None:
+def measure_room(path: Path) -> Room | None:
     """The room at a place that need not exist yet; None if nothing above it can be read."""
     folder = _find_nearest(path)
     try:
@@ -358,7 +358,7 @@ def not_writable(path: Path) -> str | None:
             return None
     except OSError as error:
         if error.errno in DISK_FULL:
-            # `too_little` reports it
+            # `check_space` reports it
             return None
         return error.strerror or str(error)
 
@@ -371,7 +371,7 @@ def _find_nearest(path: Path) -> Path:
     return path
 
 
-def unwritable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
+def check_writable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
     reported: set[Path] = set()
     for target in targets:
         reason = not_writable(target.path)
@@ -384,12 +384,12 @@ def unwritable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
         yield launch_finding(severity, "not-writable", message, help, file=str(target.path))
 
 
-def too_little(
+def check_space(
     needed: Needs | None, output: Path | None, targets: Iterable[WriteTarget]
 ) -> Iterator[Finding]:
     room = None
     if output is not None:
-        room = free(output)
+        room = measure_room(output)
     reported: int | None = None
     if room is not None and needed is not None:
         message = f"{sized(room.free)} free at {output}, and this run writes "
@@ -397,15 +397,15 @@ def too_little(
         help += "save_total_limit), or remove what is not needed"
         if room.free < needed.least:
             reported = room.device
-            message += f"at least {sized(needed.least)}: {described(needed)}"
+            message += f"at least {sized(needed.least)}: {describe_needs(needed)}"
             yield launch_finding("error", "too-little-space", message, help, file=str(output))
         elif room.free < needed.likely * MARGIN:
             reported = room.device
-            message += f"up to {sized(needed.likely)}: {described(needed)}"
+            message += f"up to {sized(needed.likely)}: {describe_needs(needed)}"
             yield launch_finding("warning", "little-space", message, help, file=str(output))
     full: dict[int, tuple[Room, list[WriteTarget]]] = {}
     for target in targets:
-        room = free(target.path)
+        room = measure_room(target.path)
         if room is not None and room.free < LOW and room.device != reported:
             full.setdefault(room.device, (room, []))[1].append(target)
     for room, on_device in full.values():
@@ -416,7 +416,7 @@ def too_little(
         yield launch_finding("warning", "little-space", message, help, file=str(path))
 
 
-def described(needed: Needs) -> str:
+def describe_needs(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoint(s) of 99 GiB (...), the model, 14 GiB; ...`."""
     saved = needed.saved
     parts = []

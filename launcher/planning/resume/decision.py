@@ -589,7 +589,7 @@ class ResumeJudge:
         if was is None or now is None:
             return None
         if checkpoint.kind == "epoch":
-            return epochs.of_epoch(step, was, now)
+            return epochs.check_epoch(step, was, now)
         # its attempt counted from where that began
         record = maker.part("resume")
         begun = codec.fit_value(record.get("place"), list[Count], [])
@@ -597,14 +597,14 @@ class ResumeJudge:
         if len(begun) != 2 or first is None or first > step:
             begun = [0, 0]
             first = 0
-        saved = epochs.advanced(was, DataPosition(*begun), step - first)
+        saved = epochs.advance(was, DataPosition(*begun), step - first)
         keeps_order = epochs.keeps_order(self.trainer)
         skips_each = self.entry.skips_each_epoch
-        return epochs.of_step(skips_each, step, saved, was, now, keeps_order=keeps_order)
+        return epochs.check_step(skips_each, step, saved, was, now, keeps_order=keeps_order)
 
     def _find_trl_mismatch(self, checkpoint: Checkpoint, maker: Manifest) -> ResumeMismatch | None:
         skips = not self.plan.values.get("ignore_data_skip")
-        wrong = epochs.of_trl(
+        wrong = epochs.check_trl(
             checkpoint.number,
             checkpoint.epochs,
             was=maker.global_batch,
@@ -625,7 +625,7 @@ class ResumeJudge:
         layout = self._compute_layout()
         if layout is None or self.entry.by_trainer:
             return DataPosition(0, 0)
-        return epochs.counted(layout, checkpoint.number)
+        return epochs.find_counted_position(layout, checkpoint.number)
 
     def _collect_aside(
         self, candidates: Sequence[Checkpoint], chosen: Checkpoint | None

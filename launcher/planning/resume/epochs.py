@@ -94,7 +94,7 @@ class ResumeMismatch:
     text: str
 
 
-def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPosition:
+def advance(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPosition:
     """Where training is `steps` optimizer steps after `begin`, nothing skipped."""
     epoch = begin.epoch
     micro = begin.micro
@@ -109,12 +109,12 @@ def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPositio
     return DataPosition(epoch + whole, micro + rest * shape.accumulation)
 
 
-def counted(shape: EpochLayout, step: int) -> DataPosition:
+def find_counted_position(shape: EpochLayout, step: int) -> DataPosition:
     """Where open-instruct continues from `step_N` (finetune.py::main[resume_batch_idx = int])."""
     return DataPosition(*divmod(step * shape.accumulation, shape.micro))
 
 
-def of_step(
+def check_step(
     skips_each: bool,
     step: int,
     saved: DataPosition,
@@ -128,7 +128,7 @@ def of_step(
     `skips_each` is `Entry.skips_each_epoch`, `keeps_order` is whether accelerate's skipping keeps
     the epoch's order. None where nothing does.
     """
-    then = counted(now, step)
+    then = find_counted_position(now, step)
     if step >= now.total:
         if then.epoch >= now.passes:
             return None
@@ -155,7 +155,7 @@ def of_step(
     return None
 
 
-def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch | None:
+def check_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `epoch_N`: only the count can."""
     if was.updates == now.updates or epoch + 1 >= now.passes:
         return None
@@ -165,7 +165,7 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
     return ResumeMismatch("count", text)
 
 
-def of_trl(
+def check_trl(
     step: int,
     epochs: float | None,
     was: int | None,
@@ -193,7 +193,7 @@ def of_trl(
     return None
 
 
-def inexact(
+def find_inexact(
     skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
 ) -> Iterator[tuple[int, ResumeMismatch]]:
     """The steps, of those that are saved, from which a resume would go wrong, and how.
@@ -201,8 +201,8 @@ def inexact(
     The last step of all is left out: it is resumed from only where the final save failed.
     """
     for step in range(every, shape.total, every):
-        saved = advanced(shape, DataPosition(0, 0), step)
-        mismatch = of_step(skips_each, step, saved, shape, shape, keeps_order=keeps_order)
+        saved = advance(shape, DataPosition(0, 0), step)
+        mismatch = check_step(skips_each, step, saved, shape, shape, keeps_order=keeps_order)
         if mismatch is not None:
             yield step, mismatch
 
@@ -284,7 +284,7 @@ def _report_inexact_checkpoints(
     """Checkpoints from which a resume would go wrong, and which would be exact."""
     entry = plan.stage.entry
     skips_each = entry.skips_each_epoch
-    wrong = list(inexact(skips_each, layout, every, keeps_order=keeps_order))
+    wrong = list(find_inexact(skips_each, layout, every, keeps_order=keeps_order))
     if not wrong:
         return
     step, first = wrong[0]
@@ -293,7 +293,7 @@ def _report_inexact_checkpoints(
     message += f"of them step_{step}: {first.text}"
     ways = []
     updates = layout.updates
-    by_epoch = inexact(skips_each, layout, updates, keeps_order=keeps_order)
+    by_epoch = find_inexact(skips_each, layout, updates, keeps_order=keeps_order)
     if updates < layout.total and not any(by_epoch):
         ways.append(f"`checkpointing_steps: {updates}` is exact")
     if entry.epoch_checkpoints:

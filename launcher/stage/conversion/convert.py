@@ -14,7 +14,12 @@ from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_find
 from launcher.lazy_dataclass import dataclass
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, replacement, sbatch, sources
-from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
+from launcher.stage.conversion.ledger import (
+    PLACEHOLDER,
+    ConversionLedger,
+    explain_missing,
+    is_secret,
+)
 from launcher.stage.conversion.replacement import Replacements
 from launcher.stage.conversion.settings import Recipe, SourceSetting, flag_of, last_of_each
 from launcher.stage.conversion.tools import (
@@ -43,8 +48,8 @@ class _Tool:
 
 
 _TOOLS: Mapping[str, _Tool] = {
-    "trl": _Tool(trl.convert, prepare=launchers.split_off),
-    "handbook": _Tool(trl.convert_handbook, prepare=launchers.split_off),
+    "trl": _Tool(trl.convert, prepare=launchers.move_launcher_options),
+    "handbook": _Tool(trl.convert_handbook, prepare=launchers.move_launcher_options),
     "own": _Tool(trl.convert_own, prepare=trl.flatten, name="a script of its own"),
     "axolotl": _Tool(axolotl.convert, stage_key="rl"),
     "llama_factory": _Tool(llama_factory.convert, stage_key="stage"),
@@ -210,7 +215,7 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     recipe.settings, earlier = last_of_each(recipe.settings)
     recipe.launchers, earlier_options = last_of_each(recipe.launchers)
     launchers.settle(recipe, ledger)
-    launchers.arguments_of(recipe, ledger)
+    launchers.settle_arguments(recipe, ledger)
     _write_placeholders(ledger)
     named_stage = recipe.get(tool.stage_key)
     if named_stage is not None:
@@ -254,7 +259,7 @@ def _write_placeholders(ledger: ConversionLedger) -> None:
     missing = [setting for setting in ledger.recipe.settings if setting.missing]
     for setting in missing:
         if setting.key in _MODEL and "model_name_or_path" in fields:
-            ledger.placeholder(setting, "model_name_or_path")
+            ledger.write_placeholder(setting, "model_name_or_path")
     for setting in missing:
         if setting.key in _OUTPUT and "output_dir" in fields:
             _carry_output(ledger, setting)
@@ -264,7 +269,7 @@ def _write_placeholders(ledger: ConversionLedger) -> None:
             _carry_name(ledger, setting, target)
     for setting in missing:
         if setting.key in _DATA and data not in ledger.draft.rows:
-            ledger.placeholder(setting, data)
+            ledger.write_placeholder(setting, data)
             row = ledger.draft.rows[data]
             if fields[data].many:
                 ledger.draft.rows[data] = row._replace(value=[row.value, 1.0])
@@ -302,7 +307,7 @@ def _carry_name(ledger: ConversionLedger, setting: SourceSetting, target: str) -
     text = _remove_unknown(setting).strip("-_./ ")
     if text:
         ledger.carry(setting, target, text)
-        ledger.check(setting, f"`{target}`: {unknown_value(setting)}")
+        ledger.check(setting, f"`{target}`: {explain_missing(setting)}")
 
 
 def _remove_unknown(setting: SourceSetting) -> str:
@@ -321,7 +326,7 @@ def _carry_output(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if not re.search(r"\w", text):
         text = f"output/{ledger.draft.stage}"
     ledger.carry(setting, "output_dir", text)
-    ledger.check(setting, f"`output_dir`: {unknown_value(setting)}")
+    ledger.check(setting, f"`output_dir`: {explain_missing(setting)}")
 
 
 def _settle_directives(ledger: ConversionLedger) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.config.keys import KEYS
 from launcher.stage.conversion import sharding
 from launcher.stage.conversion.commands import CONFIG
-from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
+from launcher.stage.conversion.ledger import ConversionLedger, explain_missing
 from launcher.stage.conversion.settings import (
     Recipe,
     SourceSetting,
@@ -108,7 +108,7 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.key == CONFIG and setting.value in recipe.absent:
             ledger.leave(setting, "it is not here: what it says is missing")
         elif setting.missing and setting.key != CONFIG:
-            ledger.leave(setting, unknown_value(setting), matters=setting.key not in _REASONS)
+            ledger.leave(setting, explain_missing(setting), matters=setting.key not in _REASONS)
         else:
             program = setting.written.partition(" ")[0]
             other = f"an option of {program}: launch starts the processes itself"
@@ -245,7 +245,7 @@ def _set_compilation(recipe: Recipe, ledger: ConversionLedger) -> None:
 _DEEPSPEED_FILES = frozenset({"deepspeed", "deepspeed_config", "ds_config", "accelerate_config"})
 
 
-def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
+def settle_arguments(recipe: Recipe, ledger: ConversionLedger) -> None:
     """`deepspeed`, `fsdp` and accelerate's options that stand among the trainer's own arguments."""
     for setting in recipe.settings:
         if ledger.is_settled(setting) or setting.missing:
@@ -293,7 +293,7 @@ _OF_ACCELERATE = frozenset(
 )
 
 
-def split_off(recipe: Recipe) -> None:
+def move_launcher_options(recipe: Recipe) -> None:
     """`trl sft` takes accelerate's options among its own (trl/cli/accelerate_launcher.py)."""
     for setting in [*recipe.settings]:
         if setting.key in _OF_ACCELERATE:

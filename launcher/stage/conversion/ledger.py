@@ -144,7 +144,7 @@ class ConversionLedger:
         self.carry(rank, "lora_r", rank.value)
         return True
 
-    def by_name(
+    def carry_by_name(
         self,
         setting: SourceSetting,
         names: Mapping[str, str],
@@ -164,7 +164,7 @@ class ConversionLedger:
             self.leave(setting, unneeded[setting.key], matters=False)
             return
         if setting.missing:
-            self.leave(setting, unknown_value(setting))
+            self.leave(setting, explain_missing(setting))
             return
         if setting.key in reasons:
             self.leave(setting, reasons[setting.key], matters=not is_off(setting.value))
@@ -238,11 +238,11 @@ class ConversionLedger:
                 reason = f"off there; {reason}"
             self.leave(setting, reason, matters=matters)
 
-    def placeholder(self, setting: SourceSetting, target: str) -> None:
+    def write_placeholder(self, setting: SourceSetting, target: str) -> None:
         """Write a value that has to be filled in for one that the source does not tell."""
         name = re.sub(r"\W", "", setting.missing[0])
         self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60].rstrip("_"))
-        self.check(setting, f"write `{target}`: {unknown_value(setting)}", target=target)
+        self.check(setting, f"write `{target}`: {explain_missing(setting)}", target=target)
 
 
 def is_secret(setting: SourceSetting) -> bool:
@@ -257,7 +257,7 @@ def holds_secret_by_name(name: str, value: str) -> bool:
     return redact({name: value})[name] != value
 
 
-def unknown_value(setting: SourceSetting) -> str:
+def explain_missing(setting: SourceSetting) -> str:
     """Why a setting has no value here."""
     expressions = []
     for name in dict.fromkeys(setting.missing):

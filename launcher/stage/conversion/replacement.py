@@ -68,7 +68,7 @@ def _replace_data(ledger: ConversionLedger, path: str) -> None:
     held_out = draft.rows.get("test_split_size")
     if held_out is not None:
         mixture.test_size = held_out.value
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     for name in ledger.carried["--data"]:
         draft.rows[name] = draft.rows[name]._replace(comment="--data")
     if held_out is not None:

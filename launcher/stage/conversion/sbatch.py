@@ -73,7 +73,7 @@ def is_of_slurm(setting: SourceSetting) -> bool:
     return setting.written.startswith(_PROGRAMS)
 
 
-def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
+def select_options(launchers: list[SourceSetting]) -> list[SourceSetting]:
     """The options of srun and sbatch among those of launchers, named as directives."""
     settings = []
     for setting in launchers:

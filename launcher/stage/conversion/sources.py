@@ -186,7 +186,7 @@ def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[
         if recipe is None:
             continue
         recipe.text = text
-        recipe.directives = [*directives, *sbatch.of_command_line(recipe.launchers)]
+        recipe.directives = [*directives, *sbatch.select_options(recipe.launchers)]
         recipe.launchers = [s for s in recipe.launchers if not sbatch.is_of_slurm(s)]
         job = sbatch.job_of(recipe.directives)
         recipe.nodes = job.nodes

@@ -67,7 +67,7 @@ def convert(ledger: ConversionLedger) -> None:
     _carry_tokens(ledger)
     _carry_recomputation(ledger)
     templates.settle(ledger)
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     names.carry_rest(ledger, names.AXOLOTL, _REASONS, _UNNEEDED)
     ledger.draft.add_defaults(_DEFAULTS)
@@ -78,14 +78,14 @@ def _carry_data(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     mixture = SourceData(setting=setting)
-    data_sets.set_aside(ledger, mixture, "val_set_size")
+    data_sets.read_test_size(ledger, mixture, "val_set_size")
     entries: list[Mapping[str, Any]] = []
     for entry in as_list(setting.value):
         if not isinstance(entry, Mapping):
             entry = {"path": entry}
         entries.append(entry)
         mixture.sets.append(_build_data_set(entry, ledger))
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     _require_forms(ledger, setting, entries)
     _carry_mask(ledger, setting, entries)
 

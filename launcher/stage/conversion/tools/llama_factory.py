@@ -59,7 +59,7 @@ def convert(ledger: ConversionLedger) -> None:
     if pure is not None:
         ledger.carry(pure, "dtype", "bfloat16")
     templates.settle(ledger)
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     names.carry_rest(ledger, names.LLAMA_FACTORY, _REASONS, _UNNEEDED)
     ledger.draft.add_defaults(_DEFAULTS)
@@ -73,7 +73,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
     place = str(value_or(folder, "data"))
     info = _read_dataset_info(ledger, place)
     mixture = SourceData(setting=setting)
-    data_sets.set_aside(ledger, mixture, "val_size")
+    data_sets.read_test_size(ledger, mixture, "val_size")
     unknown: list[str] = []
     forms: set[str] = set()
     for name in words(setting.value):
@@ -87,7 +87,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
                 unknown.append(name)
         mixture.sets.append(data)
     data_sets.limit_rows(ledger, mixture, "max_samples")
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     if folder is not None:
         reason = "no dataset_info.json is in it here"
         if info:

@@ -37,7 +37,7 @@ def convert(ledger: ConversionLedger) -> None:
     _carry_report(ledger)
     _carry_recomputation(ledger)
     for setting in ledger.recipe.settings:
-        ledger.by_name(setting, names, {}, _UNNEEDED)
+        ledger.carry_by_name(setting, names, {}, _UNNEEDED)
     for key in ("push_to_hub", "try_launch_beaker_eval_jobs"):
         if key in ledger.schema.fields and ledger.recipe.get(key) is None:
             note = "launch's choice: upstream's default uploads"
@@ -74,7 +74,7 @@ def _list_mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     path = str(setting.value)
     if data_sets.is_file(path):
         path = data_sets.local_path(path, ledger.recipe)
-        path = local_rows.readable(path, setting, ledger)
+        path = local_rows.find_readable(path, setting, ledger)
     return [path, 1.0]
 
 

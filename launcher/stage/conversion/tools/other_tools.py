@@ -78,7 +78,7 @@ def convert_openrlhf(ledger: ConversionLedger) -> None:
     fields = ledger.schema.fields
     if packing is not None and "packing" not in fields and "padding_free" in fields:
         ledger.carry(packing, "padding_free", value=is_on(packing.value))
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     names.carry_rest(ledger, names.OPENRLHF, _OPENRLHF_REASONS, _OPENRLHF_UNNEEDED)
 
@@ -109,7 +109,7 @@ def _carry_openrlhf_data(ledger: ConversionLedger) -> None:
         path, _, _ = text.partition("@")
         mixture.sets.append(DataSet(path=path, split=name_of_split))
     data_sets.limit_rows(ledger, mixture, "max_samples")
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     keys = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key")
     if _leave_columns(ledger, keys) and "completion_only_loss" in ledger.schema.fields:
         data_sets.mask_questions(ledger, setting, "OpenRLHF's loss counts answers alone")
@@ -142,7 +142,7 @@ def convert_swift(ledger: ConversionLedger) -> None:
     if bits is not None and bits.value in (4, 8):
         ledger.carry(bits, f"load_in_{bits.value}bit", value=True)
     templates.settle(ledger)
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     is_by_steps = ledger.recipe.get("eval_steps") is not None
     has_strategy = ledger.recipe.get("eval_strategy") is not None
@@ -169,13 +169,13 @@ def _carry_swift_data(ledger: ConversionLedger) -> None:
     if not isinstance(values, list):
         values = str(values).split()
     mixture = SourceData(setting=setting)
-    data_sets.set_aside(ledger, mixture, "split_dataset_ratio")
+    data_sets.read_test_size(ledger, mixture, "split_dataset_ratio")
     for text in values:
-        data = data_sets.of_text(str(text))
+        data = data_sets.parse_data_set(str(text))
         if data_sets.is_file(data.path):
             data = replace(data, path=data_sets.local_path(data.path, ledger.recipe))
         mixture.sets.append(data)
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     advice = "TRL needs `messages`, or pairs; `launch data convert` makes them"
     ledger.check(setting, f"ms-swift makes rows of many forms: {advice}")
     if "assistant_only_loss" in ledger.schema.fields and _masks_questions(ledger):
@@ -232,7 +232,7 @@ def _carry_verl_data(ledger: ConversionLedger) -> None:
     for path in words(str(setting.value).strip("[]")):
         local = data_sets.local_path(path.strip("'\""), ledger.recipe)
         mixture.sets.append(DataSet(path=local))
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     sides = ("prompt", "response")
     keys = [f"data.{side}_{kind}" for kind in ("key", "dict_keys") for side in sides]
     _leave_columns(ledger, keys)

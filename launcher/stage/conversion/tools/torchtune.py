@@ -162,7 +162,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
     if isinstance(component.value, list):
         _carry_several(ledger, component)
         return
-    data_sets.write(ledger, _read_mixture(ledger, component))
+    data_sets.carry_sets(ledger, _read_mixture(ledger, component))
     _carry_mask(ledger, component)
 
 
@@ -212,7 +212,7 @@ def _carry_several(ledger: ConversionLedger, component: SourceSetting) -> None:
             files=content.get("data_files"),
         )
         mixture.sets.append(data)
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     ledger.check(component, f"how torchtune's builders make rows {_NOT_APPLIED}")
 
 

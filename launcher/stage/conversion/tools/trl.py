@@ -62,9 +62,9 @@ def convert(ledger: ConversionLedger) -> None:
 
 def _settle_common(ledger: ConversionLedger) -> None:
     templates.settle(ledger)
-    names.warmup(ledger)
-    names.lora(ledger)
-    names.reentrant(ledger)
+    names.carry_warmup(ledger)
+    names.carry_lora(ledger)
+    names.carry_reentrant(ledger)
     data_sets.settle_evaluation(ledger)
 
 
@@ -79,7 +79,7 @@ def _carry_sets(ledger: ConversionLedger) -> None:
     if data_sets.is_file(named.value):
         path = data_sets.local_path(named.value, ledger.recipe)
         data = DataSet(path=path)
-        data_sets.write(ledger, SourceData(setting=named, sets=[data]))
+        data_sets.carry_sets(ledger, SourceData(setting=named, sets=[data]))
 
 
 def convert_handbook(ledger: ConversionLedger) -> None:
@@ -100,8 +100,8 @@ def _carry_mixture(ledger: ConversionLedger) -> None:
     for item in content.get("datasets") or ():
         if isinstance(item, Mapping):
             mixture.sets.append(_build_data_set(item))
-    data_sets.write(ledger, mixture)
-    data_sets.advise(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
+    data_sets.check_shares(ledger, mixture)
     if content.get("seed") is not None:
         seed = f"`seed: {content['seed']}` of the mixture"
         ledger.check(setting, f"{seed} is not carried: TRL shuffles with `seed`")
@@ -145,8 +145,8 @@ def _carry_mixer(ledger: ConversionLedger) -> None:
     if is_single and test:
         mixture.test_split = test[0]
     mixture.also += filter(None, [splits, configs])
-    data_sets.write(ledger, mixture)
-    data_sets.advise(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
+    data_sets.check_shares(ledger, mixture)
     if test and not is_single and splits is not None:
         split_off = "of several sets TRL's script splits off `test_split_size`"
         ledger.check(splits, f"{', '.join(test)} is not evaluated: {split_off}")
@@ -183,7 +183,7 @@ def convert_own(ledger: ConversionLedger) -> None:
     loss = ledger.take("loss", "loss_name")
     if loss is not None and str(loss.value).lower() == ledger.draft.stage:
         ledger.point(loss, "stage")
-    names.bits(ledger)
+    names.carry_bits(ledger)
     setting = ledger.take(*_DATA)
     if setting is not None:
         _carry_own_data(ledger, setting)
@@ -212,14 +212,14 @@ def _carry_own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if _evaluates(ledger):
         mixture.test_split = test
     shares = ("val_set_size", "split_dataset_ratio", "eval_split_ratio")
-    data_sets.set_aside(ledger, mixture, *shares, "validation_split_percentage")
+    data_sets.read_test_size(ledger, mixture, *shares, "validation_split_percentage")
     share = mixture.test_setting
     if share is not None and share.key not in shares:
         mixture.test_size = share.value / 100
     data_sets.limit_rows(ledger, mixture, *_LIMITS)
     if splits is not None:
         mixture.also.append(splits)
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
 
 
 _LIMITS = ("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")

@@ -22,7 +22,7 @@ _FIXED_OUTPUT = "do_not_randomize_output_dir"
 def find_unread(values: Values, entry: Entry) -> Iterator[Finding]:
     """A finding for every argument that was given and that nothing will read."""
     schema = values.schema
-    effective_values = compute_effective(values, entry)
+    script = _build_script(values, entry)
     for name, field in schema.fields.items():
         reads = schema.path.reads.get(name)
         if reads is None or not values.given(name):
@@ -33,10 +33,9 @@ def find_unread(values: Values, entry: Entry) -> Iterator[Finding]:
         elif not asks_nothing:
             closed = []
             for read in reads:
-                false = _find_false_conditions(read, effective_values, entry)
-                closed.append(_ClosedRead(read.where, false))
+                closed.append(_ClosedRead(read.where, script.find_false_conditions(read)))
             if all(read.conditions for read in closed):
-                yield _report_unreachable(entry, name, closed, effective_values)
+                yield _report_unreachable(script, name, closed)
 
 
 def acts(values: Values, entry: Entry, name: str) -> bool:
@@ -44,8 +43,8 @@ def acts(values: Values, entry: Entry, name: str) -> bool:
     reads = values.schema.path.reads.get(name)
     if reads is None:
         return True
-    effective_values = compute_effective(values, entry)
-    return any(not _find_false_conditions(read, effective_values, entry) for read in reads)
+    script = _build_script(values, entry)
+    return any(not script.find_false_conditions(read) for read in reads)
 
 
 def find_refusals(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
@@ -54,26 +53,49 @@ def find_refusals(values: Values, entry: Entry, wrong: Container[str | None]) ->
     Nothing if one of those arguments is among `wrong`: keys that are reported already.
     """
     schema = values.schema
-    effective_values = compute_effective(values, entry)
+    script = _build_script(values, entry)
     for refusal in schema.path.refusals:
         # at the pin the rules say the same, and better
         if refusal.parsing and schema.tested:
             continue
-        truths = [conditions.holds(text, effective_values, _UNKNOWN) for text in refusal.when]
         names = _collect_names(refusal.when)
-        if not all(truths) or any(f"args.{name}" in wrong for name in names):
+        if any(f"args.{name}" in wrong for name in names):
+            continue
+        if not all(conditions.holds(text, script.values, _UNKNOWN) for text in refusal.when):
             continue
         first = next(filter(values.given, names), names[0])
         message = f"{refusal.where} raises {refusal.error} where {join_conditions(refusal.when)}"
-        state = _describe_state(names, effective_values)
+        state = script.describe_values(names)
         finding = _build_finding("error", "refused-by-source", first, message, state)
         if refusal.parsing:
             finding = replace(finding, layer="parser")
         yield finding
 
 
-def compute_effective(values: Values, entry: Entry) -> Mapping[str, Any]:
-    """The values that the script will see; `_UNKNOWN` for those that only a plan decides."""
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """An entry script and the values that it will see, `_UNKNOWN` where only a plan decides."""
+
+    entry: Entry
+    values: Mapping[str, Any]
+
+    def find_false_conditions(self, read: Read) -> tuple[str, ...]:
+        false = []
+        for text in condition_of(read, self.entry):
+            if conditions.holds(text, self.values, _UNKNOWN) is False:
+                false.append(text)
+        return tuple(false)
+
+    def describe_values(self, names: Iterable[str]) -> str:
+        states = []
+        for name in names:
+            value = self.values[name]
+            if value is not _UNKNOWN:
+                states.append(f"`{name}` is {_render_value(value)}")
+        return ", ".join(states)
+
+
+def _build_script(values: Values, entry: Entry) -> _Script:
     planned = {entry.names.output, entry.names.per_device, entry.names.accumulation, _FIXED_OUTPUT}
     effective_values: dict[str, Any] = {}
     for name, field in values.schema.fields.items():
@@ -86,7 +108,7 @@ def compute_effective(values: Values, entry: Entry) -> Mapping[str, Any]:
         else:
             value = field.default
         effective_values[name] = value
-    return effective_values
+    return _Script(entry, effective_values)
 
 
 def join_conditions(when: Iterable[str]) -> str:
@@ -104,16 +126,6 @@ class _ClosedRead:
 
     where: str
     conditions: tuple[str, ...]
-
-
-def _find_false_conditions(
-    read: Read, effective_values: Mapping[str, Any], entry: Entry
-) -> tuple[str, ...]:
-    closed = []
-    for text in condition_of(read, entry):
-        if conditions.holds(text, effective_values, _UNKNOWN) is False:
-            closed.append(text)
-    return tuple(closed)
 
 
 def _collect_names(when: Iterable[str]) -> list[str]:
@@ -147,16 +159,14 @@ def suggest_instead(schema: Schema, entry: Entry, name: str) -> str:
     return rendered(entry.instead.get(name, help))
 
 
-def _report_unreachable(
-    entry: Entry, name: str, closed: list[_ClosedRead], effective_values: Mapping[str, Any]
-) -> Finding:
+def _report_unreachable(script: _Script, name: str, closed: list[_ClosedRead]) -> Finding:
     alternatives = _pick_alternatives(closed)
     ways = " or ".join(join_conditions(read.conditions) for read in alternatives)
     where = ", ".join(dict.fromkeys(read.where for read in alternatives))
     names = _collect_names(text for read in alternatives for text in read.conditions)
-    state = _describe_state(names, effective_values)
+    state = script.describe_values(names)
     message = f"`{name}` does nothing here: it is read only where {ways} ({where}), and {state}"
-    help = rendered(entry.instead.get(name, "delete the line, or set what it needs"))
+    help = rendered(script.entry.instead.get(name, "delete the line, or set what it needs"))
     return _build_finding("warning", "conditional-key", name, message, help)
 
 
@@ -171,15 +181,6 @@ def _pick_alternatives(closed: list[_ClosedRead]) -> list[_ClosedRead]:
     for read in closed:
         first.setdefault(read.conditions, read)
     return list(first.values())[:_MOST_PLACES]
-
-
-def _describe_state(names: Iterable[str], effective_values: Mapping[str, Any]) -> str:
-    states = []
-    for name in names:
-        value = effective_values[name]
-        if value is not _UNKNOWN:
-            states.append(f"`{name}` is {_render_value(value)}")
-    return ", ".join(states)
 
 
 def _render_value(value: Any) -> str:

@@ -57,8 +57,10 @@ def combined(schemas: Iterable[Schema]) -> Json:
     accepted.
     """
     schemas = list(schemas)
-    stages = [name for name in STAGES if any(schema.stage == name for schema in schemas)]
-    backends = [name for name in BACKENDS if any(schema.backend == name for schema in schemas)]
+    covered_stages = {schema.stage for schema in schemas}
+    covered_backends = {schema.backend for schema in schemas}
+    stages = [name for name in STAGES if name in covered_stages]
+    backends = [name for name in BACKENDS if name in covered_backends]
     further = [schema.key for schema in schemas if schema.key != schema.stage]
     has_own_script = len(further) < len(schemas)
     required = ["stage"]
@@ -122,27 +124,12 @@ def _match_key(key: str, values: Sequence[str]) -> Json:
 def _build_options(
     stages: Sequence[str], backends: Sequence[str], schemas: Sequence[Schema]
 ) -> Json:
-    scripts = {s.key: BACKENDS[s.backend].STAGES[s.key].script for s in schemas}
-    files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
-    script = _build_word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
-    script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
-    attention = [
-        _build_enum("attention", KEYS["attention"].words),
-        {"type": "string", "pattern": "/"},
-    ]
-    in_order = {
-        "title": "attention (in order)",
-        "type": "array",
-        "minItems": 1,
-        "uniqueItems": True,
-        "items": {"anyOf": attention},
-    }
     types: dict[str, Json] = {
         "stage": _build_word("stage", stages),
         "backend": _build_word("backend", backends, [None]),
-        "script": script,
+        "script": _build_script(schemas),
         "deepspeed": _build_word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
-        "attention": {"anyOf": [in_order, *attention, _accept_silently("attention", [None])]},
+        "attention": _build_attention(),
         # sbatch knows which options there are
         "slurm": {
             "type": ["object", "null"],
@@ -163,6 +150,30 @@ def _build_options(
         type_of_key = types.get(name) or _build_option(key)
         options[name] = {"title": name, "description": key.meaning, **type_of_key}
     return options
+
+
+def _build_script(schemas: Sequence[Schema]) -> Json:
+    """The key of a script, or a path that ends in its file name."""
+    scripts = {}
+    for schema in schemas:
+        scripts[schema.key] = BACKENDS[schema.backend].STAGES[schema.key].script
+    files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
+    script = _build_word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
+    script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
+    return script
+
+
+def _build_attention() -> Json:
+    """One implementation, or several in the order of preference."""
+    single = [_build_enum("attention", KEYS["attention"].words), {"type": "string", "pattern": "/"}]
+    several = {
+        "title": "attention (in order)",
+        "type": "array",
+        "minItems": 1,
+        "uniqueItems": True,
+        "items": {"anyOf": single},
+    }
+    return {"anyOf": [several, *single, _accept_silently("attention", [None])]}
 
 
 def _build_option(key: Key) -> Json:

@@ -128,7 +128,29 @@ def read_stage_options(
     script, wrong_script = entry_of(config, stage, backend)
     if wrong_script is not None:
         findings.append(wrong_script)
+    values, faults = _read_values(config)
+    findings += faults
+    if values.get("attention") and BACKENDS[backend].STAGES[script].best_attention:
+        del values["attention"]
+        message = "`attention` is read for TRL only: "
+        message += "open-instruct takes the first that is installed"
+        findings.append(_report_bad("attention", message, "delete the line"))
+    deepspeed, deepspeed_name, wrong_deepspeed = _find_deepspeed(config, checkout)
+    if wrong_deepspeed is not None:
+        findings.append(wrong_deepspeed)
+    if script != stage:
+        values["script"] = script
+    options = Options(
+        stage=stage, backend=backend, deepspeed=deepspeed, deepspeed_name=deepspeed_name, **values
+    )
+    return options, findings
+
+
+def _read_values(config: Config) -> tuple[dict[str, Any], list[Finding]]:
+    """The options that do not hang on the trainer, where a file has them, and what is wrong."""
+    raw = config.options
     values: dict[str, Any] = {}
+    findings: list[Finding] = []
     for key in _BY_TABLE:
         values[key.name], faults = key.read(raw.get(key.name))
         findings += [_report_bad(*fault) for fault in faults]
@@ -136,35 +158,19 @@ def read_stage_options(
         if raw.get(name) is not None:
             values[name], faulty = _read_slurm_or_gates(config, name)
             findings += faulty
-    if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
-        values["attention"] = None
-        message = "`attention` is read for TRL only: "
-        message += "open-instruct takes the first that is installed"
-        findings.append(_report_bad("attention", message, "delete the line"))
-    deepspeed, deepspeed_name, wrong_deepspeed = _find_deepspeed(config, checkout)
-    if wrong_deepspeed is not None:
-        findings.append(wrong_deepspeed)
-    if values["batch"] is not None:
-        batch = values["batch"]
+    values["gpus"] = values.pop("num_gpus")
+    batch = values["batch"]
+    if batch is not None:
         values["batch"] = Batch(total=batch.get("global"), per_device=batch.get("per_device"))
     if values["expect"] is not None:
         values["expect"] = {point: state or "any" for point, state in values["expect"].items()}
-    if script != stage:
-        values["script"] = script
-    values["gpus"] = values.pop("num_gpus")
     probe = values.pop("probe")
-    watch = None
-    if probe is not False:
-        watch = Watch(**_drop_none(probe or {}))
-    options = Options(
-        stage=stage,
-        backend=backend,
-        deepspeed=deepspeed,
-        deepspeed_name=deepspeed_name,
-        probe=watch,
-        **_drop_none(values),
-    )
-    return options, findings
+    written = _drop_none(values)
+    if probe is False:
+        written["probe"] = None
+    elif probe is not None:
+        written["probe"] = Watch(**_drop_none(probe))
+    return written, findings
 
 
 def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:

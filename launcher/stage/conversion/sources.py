@@ -148,24 +148,9 @@ def yaml_tool(values: Mapping[str, Any]) -> str | None:
 
 
 def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[Recipe, ...]:
+    """The trainings that a shell script starts; last those that it starts under a condition."""
     directives = sbatch.read_directives(text, str(path))
-    job = sbatch.job_of(directives)
-    variables = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    values = {setting.key: str(setting.value) for setting in directives}
-    if job.gpus is not None:
-        values["gpus"] = str(job.gpus)
-    if directives:
-        # the default of sbatch
-        values.setdefault("nodes", "1")
-    variables |= interpreter.cluster_variables(values)
-
-    scope = ShellScope(
-        variables={name: text_variable(value) for name, value in variables.items()},
-        parameters=tuple(Argument(argument, 0) for argument in circumstances.arguments),
-        folder=str(path.parent),
-        gpus=circumstances.gpus or job.gpus or 1,
-        nodes=job.nodes or 1,
-    )
+    scope = _build_scope(path, directives, circumstances)
 
     def find(name: str) -> str | None:
         other = _read_script_text(path, name)
@@ -179,9 +164,8 @@ def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[
         message = f"structures are nested deeper than {syntax.MAX_DEPTH} levels"
         raise InvalidConfig(document.bad(path, "too-deep", message)) from None
     invocations = list(filter(None, map(commands.read_invocation, script.commands)))
-    certain: list[Recipe] = []
-    conditional: list[Recipe] = []
-    for invocation in invocations:
+    recipes = []
+    for invocation in sorted(invocations, key=lambda invocation: bool(invocation.unless)):
         recipe = _build_recipe(path, invocation, script)
         if recipe is None:
             continue
@@ -191,13 +175,32 @@ def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[
         job = sbatch.job_of(recipe.directives)
         recipe.nodes = job.nodes
         recipe.gpus = job.gpus
-        if invocation.unless:
-            conditional.append(recipe)
-        else:
-            certain.append(recipe)
-    if not certain and not conditional:
+        recipes.append(recipe)
+    if not recipes:
         raise InvalidConfig(_explain_no_training(path, invocations, script))
-    return (*certain, *conditional)
+    return tuple(recipes)
+
+
+def _build_scope(
+    path: Path, directives: list[SourceSetting], circumstances: Circumstances
+) -> ShellScope:
+    """What the shell knows when a script begins: variables, arguments, folder, GPUs."""
+    job = sbatch.job_of(directives)
+    values = {setting.key: str(setting.value) for setting in directives}
+    if job.gpus is not None:
+        values["gpus"] = str(job.gpus)
+    if directives:
+        # the default of sbatch
+        values.setdefault("nodes", "1")
+    variables = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
+    variables |= interpreter.cluster_variables(values)
+    return ShellScope(
+        variables={name: text_variable(value) for name, value in variables.items()},
+        parameters=tuple(Argument(argument, 0) for argument in circumstances.arguments),
+        folder=str(path.parent),
+        gpus=circumstances.gpus or job.gpus or 1,
+        nodes=job.nodes or 1,
+    )
 
 
 def _read_script_text(path: Path, name: str) -> str | None:

@@ -313,11 +313,11 @@ class ResumeJudge:
     def _find_step(self, checkpoint: Checkpoint) -> int:
         if checkpoint.step is not None:
             return checkpoint.step
-        epochs = checkpoint.number + 1
+        number = checkpoint.number + 1
         layout = self._compute_layout(self._find_maker(checkpoint) or None)
         if layout is None:
-            return epochs
-        return epochs * layout.updates
+            return number
+        return number * layout.updates
 
     def _count_total_steps(self, record: Manifest | None = None) -> int | None:
         """All steps, now or under an earlier manifest."""
@@ -649,7 +649,7 @@ class ResumeJudge:
             next_name = checkpoints.folder_name(self.backend, "epoch", epoch + 1)
         aside = []
         for checkpoint in candidates:
-            # a step's comes before any epoch's
+            # upstream takes a step's before any epoch's
             is_hiding = epoch >= 0 and checkpoint.kind == "step"
             is_newer = self._find_step(checkpoint) > step
             if checkpoint is chosen or not (is_newer or is_hiding):

@@ -68,9 +68,9 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
     assert len(uninterrupted) == layout.total
     if step > layout.total:
         return
-    saved = epochs.advanced(layout, START, step)
+    saved = epochs.advance(layout, START, step)
     is_dpo = stage == "dpo"
-    mismatch = epochs.of_step(is_dpo, step, saved, layout, layout, keeps_order=keeps_order)
+    mismatch = epochs.check_step(is_dpo, step, saved, layout, layout, keeps_order=keeps_order)
     resumed = play(stage, layout, step, keeps_order=keeps_order)
     assert (mismatch is None) == (resumed == uninterrupted[step:])
 
@@ -79,15 +79,22 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
 def test_advancing_step_by_step_is_advancing_at_once(layout: EpochLayout, steps: int) -> None:
     position = START
     for _ in range(steps):
-        position = epochs.advanced(layout, position, 1)
+        position = epochs.advance(layout, position, 1)
         # the end of an epoch is the begin of the next one
         if position.micro >= layout.micro:
             position = DataPosition(position.epoch + 1, 0)
-    assert position == epochs.advanced(layout, START, steps)
+    assert position == epochs.advance(layout, START, steps)
 
 
 def reason(mismatch: ResumeMismatch | None) -> str | None:
     return None if mismatch is None else mismatch.reason
+
+
+def inexact_steps(
+    skips_each: bool, layout: EpochLayout, every: int, *, keeps_order: bool = True
+) -> list[int]:
+    inexact = epochs.find_inexact(skips_each, layout, every, keeps_order=keeps_order)
+    return [step for step, _ in inexact]
 
 
 UNEVEN = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
@@ -96,23 +103,23 @@ EVEN = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
 
 def test_positions_measured_at_the_pin() -> None:
     """Real runs: 44 rows of 4, accumulation 2, two epochs: 11 micro-batches an epoch, 6 steps."""
-    assert list(epochs.inexact(False, UNEVEN, 2)) == [6, 8, 10]
-    assert list(epochs.inexact(False, EVEN, 2)) == []
+    assert inexact_steps(False, UNEVEN, 2) == [6, 8, 10]
+    assert inexact_steps(False, EVEN, 2) == []
     # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
-    assert list(epochs.inexact(True, EVEN, 2)) == [2, 4]
+    assert inexact_steps(True, EVEN, 2) == [2, 4]
     # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
-    assert list(epochs.inexact(False, EVEN, 4, keeps_order=False)) == [8]
+    assert inexact_steps(False, EVEN, 4, keeps_order=False) == [8]
     # with max_train_steps 8 step 8 is inside the second epoch: a ninth was trained
     limited = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
-    mismatch = epochs.of_step(False, 8, DataPosition(1, 4), limited, limited)
+    mismatch = epochs.check_step(False, 8, DataPosition(1, 4), limited, limited)
     assert reason(mismatch) == "over"
 
 
 def test_transformers_counts_in_steps() -> None:
-    assert epochs.of_trl(10, 0.5, 16, 16, 40) is None
-    assert reason(epochs.of_trl(10, 0.5, 16, 32, 40)) == "place"
-    assert reason(epochs.of_trl(40, 1.5, 16, 16, 40)) == "over"
-    assert epochs.of_trl(40, 2.0, 16, 16, 40) is None
+    assert epochs.check_trl(10, 0.5, 16, 16, 40) is None
+    assert reason(epochs.check_trl(10, 0.5, 16, 32, 40)) == "place"
+    assert reason(epochs.check_trl(40, 1.5, 16, 16, 40)) == "over"
+    assert epochs.check_trl(40, 2.0, 16, 16, 40) is None
 
 
 def layout_of(per_device: int, devices: int, accumulation: int) -> EpochLayout:
@@ -123,12 +130,12 @@ def layout_of(per_device: int, devices: int, accumulation: int) -> EpochLayout:
 
 def test_other_devices_and_the_same_rows() -> None:
     before = layout_of(2, 2, 4)
-    saved = epochs.advanced(before, START, 3)
+    saved = epochs.advance(before, START, 3)
     for same_rows in (layout_of(4, 2, 2), layout_of(2, 4, 2)):
-        assert epochs.of_step(False, 3, saved, before, same_rows) is None
+        assert epochs.check_step(False, 3, saved, before, same_rows) is None
     doubled = layout_of(2, 4, 4)
-    assert reason(epochs.of_step(False, 3, saved, before, doubled)) == "place"
-    assert epochs.of_epoch(0, before, before) is None
-    counted = epochs.of_epoch(0, before, doubled)
+    assert reason(epochs.check_step(False, 3, saved, before, doubled)) == "place"
+    assert epochs.check_epoch(0, before, before) is None
+    counted = epochs.check_epoch(0, before, doubled)
     assert counted is not None
     assert "4 steps" in counted.text

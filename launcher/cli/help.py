@@ -77,7 +77,8 @@ class SummarizedCommand(TyperCommand):
         groups = OPTIONS if len(options) > _FEW else {}
         *titled, others = _group_names(options, groups, "Options")
         for title, names in (others, *titled):
-            _write_section(formatter, title, [options[name] for name in names])
+            rows = [options[name] for name in names]
+            _write_section(formatter, title, rows)
 
 
 class Group(TyperGroup):
@@ -132,29 +133,44 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
     """
     if "overrides" not in {parameter.name for parameter in command.params}:
         return []
+    options = set()
+    for parameter in command.params:
+        options.update(parameter.opts)
+    keys = _list_keys(command.name)
+    prefix = ""
+    if command.name == "pipeline":
+        # its overrides name the stage too
+        prefix = "STAGE."
+    written = []
+    for word, following in itertools.pairwise([*arguments, "--"]):
+        option, _, value = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and option not in options and key in keys:
+            value = value or _infer_value(following)
+            written.append(f"{prefix}{key}={value}")
+    return written
+
+
+def _list_keys(command: str) -> set[str]:
+    """The keys of the stage files that a command takes: launch's own and every trainer's."""
     from launcher.config import keys
     from launcher.upstream import locate
     from launcher.upstream.trainers import BACKENDS
 
-    stages = [command.name] if command.name in keys.STAGES else keys.STAGES
+    stages = [command] if command in keys.STAGES else keys.STAGES
     names = set(keys.KEYS)
     for backend in BACKENDS:
         for stage in stages:
             for field in locate.snapshot(backend)["stages"][stage]:
                 names.add(field.partition(".")[2])
-    options = {option for parameter in command.params for option in parameter.opts}
-    # of a pipeline the stage is named too
-    prefix = "STAGE." if command.name == "pipeline" else ""
-    written = []
-    for word, following in itertools.pairwise([*arguments, "--"]):
-        option, _, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or option in options or key not in names:
-            continue
-        if not value:
-            # a switch has no value: what follows is the file, an override or the next option
-            is_switch = following.startswith("--") or "=" in following
-            is_file = following.endswith((".yaml", ".yml"))
-            value = "true" if is_switch or is_file else following
-        written.append(f"{prefix}{key}={value}")
-    return written
+    return names
+
+
+def _infer_value(following: str) -> str:
+    """The value of an option by the next word: it may be a switch, which has none."""
+    is_option = following.startswith("--")
+    is_override = "=" in following
+    is_file = following.endswith((".yaml", ".yml"))
+    if is_option or is_override or is_file:
+        return "true"
+    return following

@@ -106,7 +106,9 @@ def _convert_exit_code(stop: SystemExit) -> int:
         return Exit.OK
     if stop.code is None:
         return Exit.OK
-    return stop.code if isinstance(stop.code, int) else Exit.VERDICT
+    if isinstance(stop.code, int):
+        return stop.code
+    return Exit.VERDICT
 
 
 def _report_os_error(error: OSError, arguments: list[str]) -> int:
@@ -114,7 +116,9 @@ def _report_os_error(error: OSError, arguments: list[str]) -> int:
         # nothing is left to say
         return Exit.OK
     refusal = _explain_os_error(error)
-    return _report_bug(error, arguments) if refusal is None else _report_error(refusal, arguments)
+    if refusal is None:
+        return _report_bug(error, arguments)
+    return _report_error(refusal, arguments)
 
 
 def _explain_os_error(error: OSError) -> LaunchError | None:
@@ -218,16 +222,21 @@ def _report_error(error: LaunchError, arguments: list[str]) -> Exit:
 def _find_command_name(arguments: list[str]) -> str:
     """The command of a command line as its answers name it: `pin diff`, not `pin`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
-    groups = [group.name for group in app.registered_groups]
-    is_of_group = bool(words) and words[0] in groups
-    return " ".join(words[: 2 if is_of_group else 1]) or "launch"
+    if not words:
+        return "launch"
+    for group in app.registered_groups:
+        if group.name == words[0]:
+            return " ".join(words[:2])
+    return words[0]
 
 
 def _find_format(arguments: list[str]) -> Findings:
     line = " ".join(arguments).replace("--format=", "--format ") + " "
     if "--format json " in line:
         return "json"
-    return "github" if "--format github " in line else "text"
+    if "--format github " in line:
+        return "github"
+    return "text"
 
 
 def _report_bug(error: Exception, arguments: list[str]) -> int:
@@ -242,7 +251,8 @@ def _report_bug(error: Exception, arguments: list[str]) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         on = f"launch {__version__}, Python {platform.python_version()}, {platform.platform()}"
-        head = f"launch {' '.join(arguments)}\n{on}\n\n"
+        line = " ".join(arguments)
+        head = f"launch {line}\n{on}\n\n"
         # the name of a file need not be UTF-8
         path.write_text(redactor.redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:

@@ -252,10 +252,13 @@ class Shared:
             return
         findings = []
         for name in ("detach", "devices", "node_rank", "main_address", "cpu"):
-            # a rank of 0 is given, and equals False
-            if getattr(self, name) not in (None, "") and getattr(self, name) is not False:
-                message = f"--{name.replace('_', '-')} has no effect with --slurm"
-                findings.append(launch_finding("error", "useless-option", message))
+            value = getattr(self, name)
+            # 0 is a rank, and equals False
+            if value is None or value is False or value == "":
+                continue
+            option = name.replace("_", "-")
+            message = f"--{option} has no effect with --slurm"
+            findings.append(launch_finding("error", "useless-option", message))
         if findings:
             raise UsageError(findings)
 
@@ -268,7 +271,8 @@ class Shared:
             started = background.queue(command, name, words, gpus=gpus, options=options)
         else:
             started = background.detach(command, name, words)
-        return answer(command, self.format, started._asdict(), started.lines())
+        data = started._asdict()
+        return answer(command, self.format, data, started.lines())
 
     def request(self, **changes: Any) -> Request:
         """The request of these options; `changes` are further fields, or others than these."""
@@ -346,8 +350,9 @@ def _join_parameters(shared: list[inspect.Parameter], command: Command) -> list[
         else:
             by_name.append(parameter)
     signature = inspect.signature(command, eval_str=True)
+    _, *parameters = signature.parameters.values()
     own = []
-    for parameter in list(signature.parameters.values())[1:]:
+    for parameter in parameters:
         own.append(_make_parameter(parameter.name, parameter.default, parameter.annotation))
     return [*by_place, *own, *by_name]
 
@@ -488,7 +493,9 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
                 code = error.exit_code
                 background.finish(words, ending["on_finish_s"], command.__name__, code, "fail")
             raise
-        outcome = "pass" if code is Exit.OK else "fail"
+        outcome = "fail"
+        if code is Exit.OK:
+            outcome = "pass"
         background.finish(words, ending["on_finish_s"], command.__name__, code, outcome)
         return code
 

@@ -184,10 +184,16 @@ def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None
             _write(folded(f"  help: {finding.help}"), err=True)
 
 
+def count_gpus(count: int) -> str:
+    if not count:
+        return "the CPU"
+    if count == 1:
+        return "1 GPU"
+    return f"{count} GPUs"
+
+
 def _format_title(plan: Plan) -> str:
-    machine = "the CPU"
-    if plan.gpus:
-        machine = "1 GPU" if plan.gpus == 1 else f"{plan.gpus} GPUs"
+    machine = count_gpus(plan.gpus)
     if plan.nodes > 1:
         machine += f" on each of {plan.nodes} nodes"
     return f"{plan.title} on {machine}, deepspeed {plan.stage.options.deepspeed_name}"

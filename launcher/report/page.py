@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from launcher import files
-from launcher.errors import not_ready
+from launcher.errors import unwritable
 from launcher.lazy_dataclass import dataclass
 from launcher.plan.plan import titled
 from launcher.report import charts, evaluation, sections, series, usage
@@ -117,8 +117,7 @@ def write(runs: Sequence[Run], path: Path, lead: Lead | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, page)
     except OSError as error:
-        message = f"cannot be written: {error.strerror or error}"
-        raise not_ready("unwritable-file", message, file=str(path)) from None
+        raise unwritable(path, error) from None
 
 
 @lru_cache

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.artifacts import checkpoints
-from launcher.errors import Finding, launch_finding, not_ready, usage
+from launcher.errors import Finding, launch_finding, not_ready, unwritable, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.locks import try_lock
 from launcher.machine.python import Trainer
@@ -199,8 +199,7 @@ def _create_unfinished_folder(output: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        message = f"cannot be written: {error.strerror}"
-        raise not_ready("unwritable-file", message, file=str(output)) from None
+        raise unwritable(output, error) from None
     try:
         if try_lock(lock) is False or not _is_open(folder, lock):
             raise not_ready("merge-runs", f"another merge writes {output}", file=str(folder))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher import files, redaction
 from launcher.artifacts import checkpoints, model_config, model_files
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.errors import NotReady, not_ready
@@ -16,6 +16,7 @@ from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists, is_dir, is_file
+from launcher.redaction import Redactor
 from launcher.runs import attempt, outputs, rundir
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
@@ -67,6 +68,13 @@ class TrainedModel:
         if self.run is None:
             return shown(self.path)
         return self.run.path.name
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of it: what was secret to its run, else to this process."""
+        if self.run is None:
+            return redaction.of_process()
+        return attempt.redactor(self.run)
 
     def as_json(self) -> dict[str, object]:
         """Its description for the code under the trainer's Python."""
@@ -189,10 +197,11 @@ def writer_of(folder: Path) -> RunFolder | None:
     """The newest known run whose output folder this is, or lies right above it."""
     place = canonical(folder)
     places = {str(place), str(place.parent)}
-    runs = [Path(run) for run, output in outputs.outputs_by_run().items() if output in places]
-    present = [run for run in runs if rundir.is_run(run)]
-    newest = max(present, key=lambda run: run.name, default=None)
-    return None if newest is None else RunFolder(newest)
+    runs = []
+    for run, output in outputs.outputs_by_run().items():
+        if output in places and rundir.is_run(Path(run)):
+            runs.append(RunFolder(Path(run)))
+    return max(runs, key=lambda run: run.path.name, default=None)
 
 
 def explain_unfinished(run: RunFolder) -> str | None:
@@ -233,9 +242,10 @@ def _suggest_alternatives(manifest: Manifest, output: Path) -> Iterator[str]:
     saved: list[Checkpoint] = []
     if manifest.backend in BACKENDS:
         saved = checkpoints.find(str(manifest.backend), output)
-    loadable = [
-        checkpoint for checkpoint in saved if checkpoints.model_fault(checkpoint.path) is None
-    ]
+    loadable = []
+    for checkpoint in saved:
+        if checkpoints.model_fault(checkpoint.path) is None:
+            loadable.append(checkpoint)
     if loadable:
         yield f"checkpoints that can be loaded: {_join_names(loadable)}"
         yield f"launch chat {shown(loadable[-1].path)}"

@@ -33,17 +33,18 @@ _CODES = {
 def environment(environ: Mapping[str, str], *, devices: str | None, cpu: bool) -> dict[str, str]:
     """The environment of such a process: that of the user, without what belongs to a training."""
     kept = {name: value for name, value in environ.items() if not name.startswith("LAUNCH_")}
-    changed = {
+    inside = isolation.isolated(kept)
+    inside |= {
         "PYTHONDONTWRITEBYTECODE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if devices is not None:
-        changed["CUDA_VISIBLE_DEVICES"] = devices
+        inside["CUDA_VISIBLE_DEVICES"] = devices
     if cpu:
-        changed["CUDA_VISIBLE_DEVICES"] = ""
-    return {**isolation.isolated(kept), **changed}
+        inside["CUDA_VISIBLE_DEVICES"] = ""
+    return inside
 
 
 class Worker:
@@ -52,7 +53,11 @@ class Worker:
     """
 
     def __init__(
-        self, trainer: Trainer, task: str, settings: Mapping[str, Any], environ: Mapping[str, str]
+        self,
+        trainer: Trainer,
+        task: str,
+        settings: Mapping[str, object],
+        environ: Mapping[str, str],
     ) -> None:
         self._trainer = trainer
         self._task = task
@@ -92,7 +97,7 @@ class Worker:
             self._process.wait()
         self._log.close()
 
-    def send(self, request: Mapping[str, Any]) -> None:
+    def send(self, request: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         # one that has gone is noticed by what it does not answer
         with contextlib.suppress(BrokenPipeError):

@@ -315,7 +315,8 @@ def bench(
     draft = bench.Bench(
         request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit_s
     )
-    planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
+    scope = Scope.FILE if shared.slurm else Scope.START
+    planned = bench.plan(draft, scope)
     shared.print_findings(planned.findings, planned.redactor)
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:

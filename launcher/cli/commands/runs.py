@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -76,10 +77,11 @@ def logs(
         print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
         name = folder.path.name
-        logs = [n for n in range(1, folder.attempts() + 1) if folder.console(n).exists()]
         help = f"launch check {name} says what is left of it"
+        numbers = range(1, folder.attempts() + 1)
+        logs = [str(attempt) for attempt in numbers if folder.console(attempt).exists()]
         if logs:
-            help = f"it has {', '.join(map(str, logs))}: launch logs {name} --attempt {logs[-1]}"
+            help = f"it has {', '.join(logs)}: launch logs {name} --attempt {logs[-1]}"
         raise usage("no-such-log", f"{name} has no log of attempt {number}", help) from None
 
 
@@ -145,9 +147,10 @@ def runs(
     groups = [[row] for row in rows] if whole else overview.group_rows(rows)
     if last is not None:
         groups = groups[-last:]
-    data = [row for group in groups for row in group]
     if not groups:
-        return answer("runs", format, data, ["no such runs" if state or here else "no runs yet"])
+        message = "no such runs" if state or here else "no runs yet"
+        return answer("runs", format, [], [message])
+    data = list(chain.from_iterable(groups))
     table = [overview.summarize(group, runs_only=whole) for group in groups]
     return answer("runs", format, data, partial(console.print_table, table, overview.COLUMNS))
 
@@ -178,7 +181,8 @@ def remove(
         if not removed.manifest.exists():
             rundir.unregister("runs", removed.path)
     data = {"removed": [str(path) for path in plan.roots], "kept": kept}
-    return answer("rm", format, data, [*(f"deleted {line}" for line in lines), *kept])
+    deleted = [f"deleted {line}" for line in lines]
+    return answer("rm", format, data, deleted + kept)
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -194,8 +198,11 @@ def check(
     from launcher.verdict import check
 
     notes: tuple[Finding, ...] = ()
-    log = Path("/dev/stdin" if target == "-" else target)
-    name = "standard input" if target == "-" else target
+    log = Path(target)
+    name = target
+    if target == "-":
+        log = Path("/dev/stdin")
+        name = "standard input"
     # a pipe is a log too
     if exists(log) and not log.is_dir():
         verdict = check.judge_log(log, _find_log_redactor(log))

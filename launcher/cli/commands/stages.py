@@ -41,7 +41,9 @@ def _make_stage_command(stage: str) -> Callable[..., Exit]:
         )
         if shared.dry_run:
             return _dry_run(request, shared)
-        return _queue_run(request, shared) if shared.slurm else _run_stage(request, shared)
+        if shared.slurm:
+            return _queue_run(request, shared)
+        return _run_stage(request, shared)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -63,7 +65,8 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     from launcher.planning import prepare
     from launcher.planning.collect import Scope
 
-    prepared = prepare.prepare_start(request, Scope.FILE if shared.slurm else Scope.PLAN)
+    scope = Scope.FILE if shared.slurm else Scope.PLAN
+    prepared = prepare.prepare_start(request, scope)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     data = prepared.as_json()
     script = None
@@ -288,7 +291,8 @@ def pipeline(
     )
     if shared.dry_run:
         return _dry_run_pipeline(pipeline.dry_run(request), shared)
-    plan = plan_stages(request, Scope.FILE if shared.slurm else Scope.START)
+    scope = Scope.FILE if shared.slurm else Scope.START
+    plan = plan_stages(request, scope)
     warnings = [finding for finding in plan.findings if finding.severity != "note"]
     shared.print_findings(warnings, plan.redactor)
     stages = plan.resolved()

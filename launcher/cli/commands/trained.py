@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from typer import Argument, Option
 
-from launcher import redaction
 from launcher.cli.options import FORMAT, Format, answer, app, require_run, run_names
-from launcher.errors import Exit, LaunchError, not_ready, usage
+from launcher.errors import Exit, LaunchError, not_ready, unwritable, usage
 from launcher.redaction import Redactor
 from launcher.report import console
 
@@ -133,19 +132,14 @@ def chat(
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
     model = found_model(target)
-    redactor = _find_redactor(model)
+    redactor = model.redactor
     questions = _read_prompts(prompts, format)
-    if base and model.base is None:
-        message = (
-            f"it is unknown which model {model.path} was trained from: no run's record names it"
-        )
-        raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
+    names = str(model.path)
+    if base:
+        names += f" and {_require_base(model).name}"
     trainer = trainer_of(model, python, chat.needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     environ = worker.environment(os.environ, devices=devices, cpu=cpu)
-    names = str(model.path)
-    if base and model.base is not None:
-        names += f" and {model.base.name}"
     console.say_aside(f"loading {names}")
     with _handle_termination(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
@@ -158,19 +152,31 @@ def chat(
             return Exit.OK
         if format == "json":
             turns = chat.answer_all(talk, questions, beside=base)
-            data = {
-                "model": str(model.path),
-                "base": model.base.as_json() if model.base else None,
-                "adapter": model.is_adapter,
-                "device": talk.device,
-                "dtype": talk.dtype,
-                "chat_template": talk.has_template,
-                "turns": [turn.as_json() for turn in turns],
-            }
+            data = {**_describe_chat(model, talk), "turns": [turn.as_json() for turn in turns]}
             return answer("chat", format, data, (), redactor=redactor)
         for prompt in questions:
             _show_turn(talk, prompt, redactor, beside=base)
     return Exit.OK
+
+
+def _require_base(model: TrainedModel) -> Base:
+    if model.base is None:
+        message = (
+            f"it is unknown which model {model.path} was trained from: no run's record names it"
+        )
+        raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
+    return model.base
+
+
+def _describe_chat(model: TrainedModel, talk: Chat) -> dict[str, object]:
+    return {
+        "model": str(model.path),
+        "base": None if model.base is None else model.base.as_json(),
+        "adapter": model.is_adapter,
+        "device": talk.device,
+        "dtype": talk.dtype,
+        "chat_template": talk.has_template,
+    }
 
 
 def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
@@ -189,17 +195,6 @@ def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | 
     if not all(texts):
         raise usage("no-prompt", "the prompt is empty", help)
     return texts
-
-
-def _find_redactor(model: TrainedModel) -> Redactor:
-    """What must not be shown of a model: what was secret to the run that left it, where that
-    is known.
-    """
-    if model.run is None:
-        return redaction.of_process()
-    from launcher.runs import attempt
-
-    return attempt.redactor(model.run)
 
 
 def _show_turn(talk: Chat, prompt: str, redactor: Redactor, *, beside: bool) -> None:
@@ -329,9 +324,8 @@ def merge(
     with _handle_termination():
         merged = merge.merge(model, trainer, place, environ, say)
     lines = [*merged.lines(), f"launch chat {merged.output}"]
-    return answer(
-        "merge", format, merged.as_json(), lines, merged.findings, redactor=_find_redactor(model)
-    )
+    data = merged.as_json()
+    return answer("merge", format, data, lines, merged.findings, redactor=model.redactor)
 
 
 @app.command(epilog="Example: launch card last --output card.md")
@@ -368,15 +362,15 @@ def card(
         try:
             files.write_text(output, text)
         except OSError as error:
-            message = f"cannot be written: {error.strerror or error}"
-            raise not_ready("unwritable-file", message, file=str(output)) from None
+            raise unwritable(output, error) from None
         return answer("card", format, {"card": text, "path": str(output)}, [f"card: {output}"])
     written = card.write(model, text, replace=replace)
-    lines = [f"card: {written.path}"]
-    if written.kept is not None:
-        lines.insert(0, f"the one before: {written.kept}")
+    lines = []
     if written.replaced is not None:
-        lines.insert(0, f"replaced {written.replaced}")
-    lines.append(next_steps.of_model(model).push.partition(" && ")[2])
-    kept = None if written.kept is None else str(written.kept)
+        lines.append(f"replaced {written.replaced}")
+    kept = None
+    if written.kept is not None:
+        kept = str(written.kept)
+        lines.append(f"the one before: {kept}")
+    lines += [f"card: {written.path}", next_steps.format_upload_command(model)]
     return answer("card", format, {"card": text, "path": str(written.path), "kept": kept}, lines)

@@ -192,7 +192,8 @@ def panel(
     first.stylize("bold", 0, len(title))
     lines = [first]
     if progress.step:
-        lines.append(_format_line(_format_figures(progress, plain=plain)))
+        figures = _format_figures(progress, plain=plain)
+        lines.append(_format_line(figures))
         machine = _format_machine(progress)
         if machine:
             lines.append(_format_line(machine))
@@ -224,13 +225,7 @@ def _format_head(progress: Progress, width: int, *, plain: bool) -> list[str]:
     """Bar, step and both clocks within `width` columns; before the first step the phase."""
     if not progress.step:
         return _format_phase(progress)
-    step = f"step {progress.step:,}"
-    if progress.total:
-        step += f"/{progress.total:,}"
-    parts = [step]
-    if progress.epoch is not None:
-        parts.append(f"epoch {progress.epoch:.2f}")
-    parts += _format_elapsed(progress)
+    parts = progress.position() + _format_elapsed(progress)
     if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
@@ -268,7 +263,9 @@ def _format_clock_since(moment: float) -> str:
 
 def _format_figures(progress: Progress, *, plain: bool) -> list[str]:
     loss = progress.loss_text()
-    curve = "" if plain else sparkline(progress.losses)
+    curve = ""
+    if not plain:
+        curve = sparkline(progress.losses)
     parts = [f"{loss} {curve}".strip(), *progress.preferences()]
     if progress.grad_norm is not None:
         parts.append(f"gradient norm {progress.grad_norm:.3g}")

@@ -68,7 +68,8 @@ def list_rows(folders: Sequence[RunFolder]) -> list[Row]:
             row = _build_unreadable_row(folder, error)
         if row is not None:
             campaign = campaigns.get(folder.path)
-            rows.append({**row, "part_of": str(campaign) if campaign else None})
+            part_of = None if campaign is None else str(campaign)
+            rows.append({**row, "part_of": part_of})
     cache.save()
     return rows
 
@@ -206,9 +207,11 @@ def summarize(group: Sequence[Row], *, runs_only: bool = False) -> Row:
 
 
 def _format_state(row: Row) -> str:
-    # nothing in a table explains `unknown`
     state = str(row["state"])
-    return "unknown here" if state == "unknown" else state
+    if state == "unknown":
+        # nothing in a table explains it
+        return "unknown here"
+    return state
 
 
 def _count_words(words: Iterable[str | None]) -> str | None:
@@ -293,13 +296,13 @@ def read_state(
     An orphan trains without its supervisor. Unknown: its processes are out of sight, and there was
     no heartbeat lately.
     """
+    second = int(time.monotonic())
     job = slurm.job_of(folder)
-    jobs = None if job is None else _list_jobs(int(time.monotonic()))
-    if job is not None and jobs is not None:
+    if job is not None:
+        jobs = _list_jobs(second) or {}
         word = slurm.run_state(jobs.get(job))
         if word is not None:
             return word
-    second = int(time.monotonic())
     if runner.is_alive(folder.path, lambda: _list_marks(second)):
         return "orphaned" if runner.is_orphaned(folder) else "running"
     state = read_end_state(folder, progress, number)
@@ -330,7 +333,9 @@ def read_end_state(
         return "lost"
     if progress.exit == 0:
         return "finished"
-    return "stopped" if _is_stopped_by_signal(folder) else "failed"
+    if _is_stopped_by_signal(folder):
+        return "stopped"
+    return "failed"
 
 
 def _is_stopped_by_signal(folder: RunFolder) -> bool:

@@ -307,7 +307,9 @@ def measured_figures(run: Run) -> dict[str, float | None]:
 
 def _compute_mean(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers else None
+    if not numbers:
+        return None
+    return math.fsum(numbers) / len(numbers)
 
 
 def _compute_hours(ended: Mapping[str, Any]) -> float | None:

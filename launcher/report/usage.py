@@ -61,7 +61,9 @@ def section(entries: Sequence[PageRun]) -> Html:
             charts = _build_charts(usage.read_usage(machine))
             if not charts:
                 continue
-            node = "" if machine.path == path else f" {machine.path.name}"
+            node = ""
+            if machine.path != path:
+                node = f" {machine.path.name}"
             if len(entries) > 1 or node:
                 parts.append(tag("h3", entry.heading, node))
             parts.append(tag("div", *map(_render_chart, charts), class_="grid"))
@@ -121,7 +123,9 @@ def _keep_drawable(by_label: Mapping[str, Sequence[UsagePoint]]) -> list[UsageLi
 
 
 def _to_percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+    if share is None:
+        return None
+    return 100 * share
 
 
 def _render_chart(chart: UsageChart) -> Html:
@@ -144,19 +148,17 @@ def _choose_colour(number: int) -> str:
 
 def _render_svg(chart: UsageChart) -> Html:
     duration = max(line.points[-1].seconds for line in chart.lines) or 1.0
-    top = chart.top or _find_largest_value(chart) or 1.0
+    values = [point.value for line in chart.lines for point in line.points]
+    top = chart.top or max(values) or 1.0
     parts = list(_render_axes(duration, top))
     for number, line in enumerate(chart.lines):
-        for stretch in _split_at_gaps(_thin_points(line.points)):
+        points = _thin_points(line.points)
+        for stretch in _split_at_gaps(points):
             places = " ".join(_place_point(point, duration, top) for point in stretch)
             parts.append(f'<polyline class="{_choose_colour(number)}" points="{places}"/>')
     label = text(f"{chart.title} over {_format_duration(duration)}")
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
     return Html(f'<svg class="usage" {box}>{"".join(parts)}</svg>')
-
-
-def _find_largest_value(chart: UsageChart) -> float:
-    return max(point.value for line in chart.lines for point in line.points)
 
 
 def _render_axes(duration: float, top: float) -> Iterable[str]:
@@ -215,7 +217,9 @@ def _render_statistics(charts: Sequence[UsageChart]) -> Html:
     rows = []
     for chart in charts:
         for line in chart.lines:
-            name = f"{chart.title}, {line.label}" if line.label else chart.title
+            name = chart.title
+            if line.label:
+                name += f", {line.label}"
             values = [point.value for point in line.points]
             mean = sum(values) / len(values)
             row = [name]

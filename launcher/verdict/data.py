@@ -95,8 +95,9 @@ def _find_first_event(evidence: Evidence, name: str) -> Event | None:
 
 
 def _read_count(event: Event | None, name: str) -> int:
-    value = event.number(name) if event is not None else None
-    return int(value or 0)
+    if event is None:
+        return 0
+    return int(event.number(name) or 0)
 
 
 def _collect_detail(evidence: Evidence) -> dict[str, object]:
@@ -113,9 +114,11 @@ def _collect_detail(evidence: Evidence) -> dict[str, object]:
     if masked:
         detail["masked_rows"] = masked
     counts = _sum_counts(evidence)
-    for name in ("pairs", "equal_pairs", "unlabelled", "full_rows", "rows"):
-        if counts.get(name):
-            detail["counted_rows" if name == "rows" else name] = counts[name]
+    for name in ("pairs", "equal_pairs", "unlabelled", "full_rows"):
+        if counts[name]:
+            detail[name] = counts[name]
+    if counts["rows"]:
+        detail["counted_rows"] = counts["rows"]
     return detail
 
 
@@ -152,7 +155,9 @@ def _doubt_dropped_rows(evidence: Evidence) -> Iterator[Doubt]:
     dropped = rows - _read_count(event, "kept")
     if dropped > FEW * rows:
         limit = event.number("max_length")
-        length = f" (max_length {limit:.0f})" if limit else ""
+        length = ""
+        if limit:
+            length = f" (max_length {limit:.0f})"
         yield Doubt(
             state="fewer",
             certain=dropped >= HALF * rows,
@@ -202,8 +207,11 @@ def _doubt_steps(evidence: Evidence) -> Iterator[Doubt]:
         return
     if abs(steps - planned) <= max(1, FEW * planned):
         return
+    state = "fewer"
+    if steps > planned:
+        state = "more"
     yield Doubt(
-        state="more" if steps > planned else "fewer",
+        state=state,
         certain=steps <= HALF * planned,
         reason=f"{steps:,} steps were made, {planned:,} were planned",
         help=f"rows that are dropped, filtered or repeated change the number of steps; {_ACCEPT}",
@@ -313,7 +321,9 @@ def _doubt_first_rows(evidence: Evidence) -> Iterator[Doubt]:
         total = counts[odd.of]
         if total < LEAST_ROWS or count <= odd.share * total:
             continue
-        rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
+        rows = "rows"
+        if odd.of in ("pairs", "searched"):
+            rows = "pairs"
         reason = f"{_format_share(count, total)} {rows} that were read {odd.text}"
         yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
 
@@ -334,8 +344,10 @@ def _count_first_rows(events: Iterable[Event]) -> Counter[str]:
 
 def _doubt_reference(evidence: Evidence) -> Iterator[Doubt]:
     event = _find_first_event(evidence, "reference_precision")
-    dtype = None if event is None else event.text("dtype")
-    if event is None or dtype not in HALF_PRECISION_BITS:
+    if event is None:
+        return
+    dtype = event.text("dtype")
+    if dtype not in HALF_PRECISION_BITS:
         return
     size = event.number("mean") or 0.0
     error = _compute_rounding_error(size, HALF_PRECISION_BITS[dtype])
@@ -362,7 +374,9 @@ def _compute_rounding_error(size: float, bits: int) -> float:
 
 def _read_beta(evidence: Evidence) -> float:
     beta = evidence.manifest.argument("beta")
-    return beta if isinstance(beta, int | float) else USUAL_BETA
+    if isinstance(beta, int | float):
+        return beta
+    return USUAL_BETA
 
 
 _REFERENCE_HELP = (

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import islice
+from itertools import combinations, islice
 from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
@@ -138,9 +138,12 @@ def _observe_nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) ->
         return None
     # a step of a rank says more than a logged mean of the same step
     first = min(bad, key=lambda step: (step.number, step.rank is None, step.rank or 0))
-    log = evidence.log
-    is_numbered = any(evidence.rank_steps) or log is None or log.numbered
-    number = first.number if is_numbered else None
+    number: int | None = first.number
+    if evidence.log is not None and not evidence.log.numbered and not any(evidence.rank_steps):
+        number = None
+    help = _NOT_FINITE_HELP
+    if _is_never_finite(evidence):
+        help = _NEVER_FINITE_HELP
     description = _describe(evidence, first)
     reason = description.sentence(number, first.rank, count=len(bad))
     return Observation(
@@ -155,19 +158,20 @@ def _observe_nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) ->
             **description.fields,
         },
         reason=reason,
-        help=_NEVER_FINITE_HELP if _is_never_finite(evidence) else _NOT_FINITE_HELP,
+        help=help,
     )
 
 
 def _observe_nonfinite_before(evidence: Evidence) -> Observation | None:
     """That a step of an earlier attempt was not finite."""
-    steps = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
-    if not steps:
+    bad = [row for row in evidence.earlier if row.get("finite") is False]
+    if not bad:
         return None
+    first = int(bad[0]["step"])
     return Observation(
         "nonfinite",
-        detail={"first_step": steps[0], "nonfinite": len(steps), "rank": None},
-        reason=f"step {steps[0]} was not finite in an earlier attempt, and this one continued "
+        detail={"first_step": first, "nonfinite": len(bad), "rank": None},
+        reason=f"step {first} was not finite in an earlier attempt, and this one continued "
         "from the weights after it",
         help=_NOT_FINITE_HELP,
     )
@@ -232,17 +236,14 @@ def _observe_doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> 
     """Why losses that all are finite are no proof, with the lines that say so."""
     lines = evidence.lines
     finite = Observation("finite", proved=False, detail=detail)
-    if lines and (not evidence.records or _find_unseen_steps(evidence)):
-        for line in lines:
-            if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
-                reason = "a loss of 0 may have been NaN, and no gradient norm is logged"
-                return replace(finite, reason=reason, cites=(line,))
-        norm = lines[-1].extra.get("grad_norm", 0.0)
-        if not math.isfinite(norm):
-            # the loss after that step would show what it did, and there is none
-            reason = f"the last gradient norm is {norm}"
-            return replace(finite, reason=reason, cites=lines[-1:])
-    unseen = _find_unseen_steps(evidence, lines[-1].step if lines else 0)
+    last_logged = 0
+    if lines:
+        last_logged = lines[-1].step
+        if not evidence.records or _find_unseen_steps(evidence):
+            doubt = _find_doubt_in_lines(lines)
+            if doubt is not None:
+                return replace(finite, reason=doubt.text, cites=(doubt.cite,))
+    unseen = _find_unseen_steps(evidence, last_logged)
     if not unseen:
         return None
     steps = ", ".join(map(str, unseen[:_NAMED_STEPS]))
@@ -250,6 +251,25 @@ def _observe_doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> 
         steps += ", …"
     reason = f"no loss of step {steps} was seen on every rank, and none is logged"
     return replace(finite, reason=reason, cites=_cite_first_and_last(evidence))
+
+
+class _Doubt(NamedTuple):
+    """Why numbers are no proof, in words, with the place that shows it best."""
+
+    text: str
+    cite: Citable
+
+
+def _find_doubt_in_lines(lines: Sequence[StepLine]) -> _Doubt | None:
+    """What logged losses may hide, though all of them are finite."""
+    for line in lines:
+        if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
+            return _Doubt("a loss of 0 may have been NaN, and no gradient norm is logged", line)
+    norm = lines[-1].extra.get("grad_norm", 0.0)
+    if math.isfinite(norm):
+        return None
+    # the loss after that step would show what it did, and there is none
+    return _Doubt(f"the last gradient norm is {norm}", lines[-1])
 
 
 def _observe_finite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation:
@@ -368,7 +388,9 @@ def _describe(evidence: Evidence, bad: _BadStep) -> _Description:
     if last is not None:
         fields["last_finite"] = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm}
     if not what:
-        what = "loss" if bad.rank is None else "loss or gradient"
+        what = "loss"
+        if bad.rank is not None:
+            what = "loss or gradient"
     return _Description(what, value or "not finite", last, fields)
 
 
@@ -387,7 +409,9 @@ def _find_unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
         recorded.append({step.step for step in record.steps})
         if record.steps:
             start = min(start, record.steps[0].step)
-    complete = set() if probe.missing else set.intersection(*recorded)
+    complete = set.intersection(*recorded)
+    if probe.missing:
+        complete = set()
     resumed = 0
     for event in evidence.events("resumed"):
         resumed = max(resumed, int(event.number("step") or 0))
@@ -452,21 +476,15 @@ class _Norm(NamedTuple):
     cite: Citable
 
 
-class _Noise(NamedTuple):
-    """Gradient norms that no batch gives, in words, with the place of the largest."""
-
-    text: str
-    cite: Citable
-
-
-def _find_noise(evidence: Evidence) -> _Noise | None:
+def _find_noise(evidence: Evidence) -> _Doubt | None:
+    """Gradient norms that no batch gives, with the place of the largest."""
     norms = _collect_grad_norms(evidence)
     if len(norms) < NORMS:
         return None
     largest = max(norms, key=lambda norm: norm.value)
     if largest.value >= WILD_NORM and not _is_loss_falling(evidence):
         text = f"gradient norms up to {largest.value:.3g} (step {largest.step}), and the loss "
-        return _Noise(f"{text}does not fall", largest.cite)
+        return _Doubt(f"{text}does not fall", largest.cite)
     usual = statistics.median(norm.value for norm in norms)
     jumps = []
     # the first steps of a run may well be far from the others
@@ -478,7 +496,7 @@ def _find_noise(evidence: Evidence) -> _Noise | None:
         return None
     jump = max(jumps, key=lambda norm: norm.value)
     text = f"the gradient norm jumps to {jump.value:.3g} at step {jump.step}; {usual:.3g} is usual"
-    return _Noise(text, jump.cite)
+    return _Doubt(text, jump.cite)
 
 
 def _collect_grad_norms(evidence: Evidence) -> list[_Norm]:
@@ -524,7 +542,9 @@ def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
     detail |= {"change": change, "z": round(trend.z, 2)}
     state = "flat"
     if abs(trend.z) >= TREND_Z and abs(trend.change) >= TREND_CHANGE:
-        state = "falling" if trend.change < 0 else "rising"
+        state = "rising"
+        if trend.change < 0:
+            state = "falling"
     help = None
     if expected == "falling":
         help = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
@@ -589,21 +609,24 @@ def compute_trend(values: Sequence[float]) -> Trend:
     size = math.ceil(len(values) / TREND_BINS)
     bins = []
     for start in range(0, len(values), size):
-        bins.append(statistics.median(values[start : start + size]))
+        group = values[start : start + size]
+        bins.append(statistics.median(group))
     count = len(bins)
     slopes = []
     score = 0
-    for first in range(count):
-        for second in range(first + 1, count):
-            rise = bins[second] - bins[first]
-            slopes.append(rise / (second - first))
-            score += (rise > 0) - (rise < 0)
+    for first, second in combinations(range(count), 2):
+        rise = bins[second] - bins[first]
+        slopes.append(rise / (second - first))
+        if rise > 0:
+            score += 1
+        elif rise < 0:
+            score -= 1
     slope = statistics.median(slopes)
-    deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    variance = count * (count - 1) * (2 * count + 5) / 18
     level = statistics.median(map(abs, bins)) or 1.0
     # the usual correction for continuity
     corrected = score - math.copysign(min(1, abs(score)), score)
-    return Trend(slope * (count - 1) / level, corrected / deviation)
+    return Trend(slope * (count - 1) / level, corrected / math.sqrt(variance))
 
 
 def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
@@ -661,7 +684,9 @@ def observe_finish(evidence: Evidence, _expected: str | None) -> Observation:
         phase = find_phase(evidence)
         if phase is not None:
             detail["during"] = phase
-    help = None if end.reason is None else HELP[end.reason]
+    help = None
+    if end.reason is not None:
+        help = HELP[end.reason]
     if exit is not None:
         detail["returncode"] = exit.returncode
         if exit.returncode and not (end.reason or end.signal or end.error):
@@ -703,11 +728,15 @@ def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
     if max(event.number("steps") or 0 for event in events) < 2:
         # the first step of a warm-up may have a learning rate of 0
         return replace(UNKNOWN, cites=events, detail=detail)
-    moved = f"{share:.2%}" if share else "none"
-    is_still = share < STILL
+    moved = "none"
+    if share:
+        moved = f"{share:.2%}"
+    state = "few"
+    if share < STILL:
+        state = "still"
     return Observation(
-        "still" if is_still else "few",
-        proved=is_still,
+        state,
+        proved=state == "still",
         unwanted=True,
         cites=events,
         detail=detail,
@@ -740,17 +769,18 @@ def observe_inputs(evidence: Evidence, _expected: str | None) -> Observation:
         return Observation("same")
     # an input that was deleted may well have been read as it was
     change = min(evidence.inputs, key=lambda change: change.get("after") is None)
-    is_gone = change.get("after") is None
-    if is_gone:
+    if change.get("after") is None:
+        state = "gone"
         difference = "was gone at the end"
     else:
+        state = "changed"
         before = str(change.get("before") or "none")[:12]
         after = str(change.get("after") or "none")[:12]
         difference = f"was not what it was at the start: sha256 {before}, then {after}"
     keys = ("role", "name", "file", "before", "after")
     return Observation(
-        "gone" if is_gone else "changed",
-        proved=not is_gone,
+        state,
+        proved=state == "changed",
         unwanted=True,
         detail={key: change.get(key) for key in keys},
         reason=f"{change.get('file')} {difference}",
@@ -770,11 +800,13 @@ def observe_resume(evidence: Evidence, _expected: str | None) -> Observation:
     spread = 1.4826 * statistics.median(abs(loss - level) for loss in before)
     spread = max(spread, _LEAST_SPREAD * abs(level))
     limit = max(level + _SPREADS * spread, *before)
-    jumps = level_after > limit
+    state = "continuous"
+    if level_after > limit:
+        state = "jump"
     return Observation(
-        "jump" if jumps else "continuous",
-        proved=not jumps,
-        unwanted=jumps,
+        state,
+        proved=state == "continuous",
+        unwanted=state == "jump",
         cites=evidence.events("resumed"),
         detail={
             "before": round(level, 4),

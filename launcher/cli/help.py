@@ -1,6 +1,4 @@
-"""The help pages: commands and options in groups, and what to write for an option that is an
-argument.
-"""
+"""The help pages: commands and options in groups, and overrides for mistyped options."""
 
 import copy
 import itertools
@@ -21,7 +19,7 @@ COMMANDS = {
     "Tune": "ladder bench tune",
     "Know": "explain schema pin",
 }
-"""The commands of `launch --help`, in the order in which one meets them."""
+"""The commands of `launch --help`, in the order in which a user needs them."""
 
 OPTIONS = {
     "Machines": "gpus nodes devices node_rank main_address slurm gpu gpu_memory cpu",
@@ -31,7 +29,7 @@ OPTIONS = {
     "Trainer": "stage backend python open_instruct",
     "Output": "format output help",
 }
-"""Options in groups, where a command has many; every other one is a further option."""
+"""The groups of the options of a command with more than `_FEW`."""
 _FEW = 9
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -51,7 +49,7 @@ def _write_section(formatter: Any, title: str, rows: list[tuple[str, str]]) -> N
 def _group_names(
     names: Iterable[str], groups: Mapping[str, str], rest: str
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each group with those of its names that there are; last what no group names."""
+    """The given names by group; last, as `rest`, those that are in no group."""
     left = list(names)
     for title, members in groups.items():
         group = [name for name in members.split() if name in left]
@@ -126,7 +124,7 @@ def _find_command_name(info: CommandInfo) -> str:
     return get_command_name(info.callback.__name__)
 
 
-def overrides(arguments: list[str], command: Any) -> list[str]:
+def suggest_overrides(arguments: list[str], command: Any) -> list[str]:
     """The `key=value` to write for options of a command line that are keys of a stage file.
 
     `command` is the parsed command; without overrides it has none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import statistics
 import time
@@ -41,6 +42,7 @@ BACKLOG = 16 * 2**20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 30
 _LEAST_BAR_CELLS = 4
+_CURVE_CELLS = 20
 
 
 class View:
@@ -179,11 +181,7 @@ class View:
 
 
 def panel(
-    title: str,
-    progress: Progress,
-    console: Console,
-    tracker: str | None,
-    redactor: Redactor | None = None,
+    title: str, progress: Progress, console: Console, tracker: str | None, redactor: Redactor
 ) -> list[Text]:
     """The lines on a terminal: progress, loss, machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
@@ -198,10 +196,8 @@ def panel(
         if machine:
             lines.append(_format_line(machine))
     if progress.hang is not None:
-        said = progress.hang
-        if redactor is not None:
-            said = redactor.redact(said)
-        hang = _format_line([f"hangs: {said}"])
+        reason = redactor.redact(progress.hang)
+        hang = _format_line([f"hangs: {reason}"])
         hang.stylize("bold red")
         lines.append(hang)
     if progress.shown:
@@ -299,14 +295,15 @@ def _format_proofs(progress: Progress) -> Text:
     return line
 
 
-def sparkline(values: Sequence[float], cells: int = 20) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Values as a curve one line high; each cell is the mean of a group of values."""
-    size = -(-len(values) // cells) or 1
+    if len(values) < 2:
+        return ""
+    size = math.ceil(len(values) / _CURVE_CELLS)
     means = []
     for begin in range(0, len(values), size):
-        means.append(statistics.fmean(values[begin : begin + size]))
-    if len(means) < 2:
-        return ""
+        group = values[begin : begin + size]
+        means.append(statistics.fmean(group))
     low = min(means)
     height = max(means) - low
     scale = 0.0

@@ -183,16 +183,16 @@ def run_from_judgement(path: Path, judgement: RunJudgement) -> Run:
 
 
 def run_from_records(
-    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None
+    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence
 ) -> Run:
     """A run from what was recorded of it, and the evidence of its last attempt."""
     path = path.absolute()
     folder = RunFolder(path)
     ended: Mapping[str, Any] = {}
-    if last is not None and last.exit is not None:
+    if last.exit is not None:
         ended = rundir.read_json(last.exit.path)
     ranks = None
-    if last is not None and last.probe is not None:
+    if last.probe is not None:
         ranks = last.probe.world
     redactor = attempt.redactor(folder)
     records: dict[str, Mapping[str, Any]] = {

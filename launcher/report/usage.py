@@ -3,6 +3,8 @@
 The charts are SVG over the clock, made here: these samples have no steps, and no script is needed.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -181,11 +183,11 @@ def _place_point(point: UsagePoint, duration: float, top: float) -> str:
 
 def _thin_points(points: Sequence[UsagePoint]) -> list[UsagePoint]:
     """At most `_POINTS` points: of each group of neighbours the end and the mean."""
-    size = -(-len(points) // _POINTS)
+    size = math.ceil(len(points) / _POINTS)
     thinned = []
     for begin in range(0, len(points), size):
         group = points[begin : begin + size]
-        mean = sum(point.value for point in group) / len(group)
+        mean = statistics.fmean(point.value for point in group)
         thinned.append(UsagePoint(group[-1].seconds, mean))
     return thinned
 
@@ -221,9 +223,8 @@ def _render_statistics(charts: Sequence[UsageChart]) -> Html:
             if line.label:
                 name += f", {line.label}"
             values = [point.value for point in line.points]
-            mean = sum(values) / len(values)
             row = [name]
-            for value in (mean, min(values), max(values)):
+            for value in (statistics.fmean(values), min(values), max(values)):
                 row.append(f"{figure(value, 3)} {chart.unit}")
             rows.append(row)
     head = ("", "mean", "least", "most")

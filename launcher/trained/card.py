@@ -43,19 +43,15 @@ _PLACES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCard:
-    """A card that was written; `kept` is where the one before was moved to, `replaced` what was
-    written over.
-    """
+    """A card that was written; `kept` is the old one, moved aside, `replaced` what it overwrote."""
 
     path: Path
     kept: Path | None = None
     replaced: str | None = None
 
 
-def made_of(model: TrainedModel) -> str:
-    """The card of a model, out of the record of the run that wrote it. Raises NotReady where there
-    is no record.
-    """
+def render(model: TrainedModel) -> str:
+    """The card of a model, from the record of its run. Raises NotReady without a record."""
     if model.run is None:
         message = f"no run's record names {model.path}: there is nothing to write a card of"
         raise not_ready("no-such-run", message, "launch runs lists the runs that are known here")
@@ -72,11 +68,10 @@ def _hash_text(text: str) -> str:
 
 
 def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
-    """Write a card beside the model; with `replace` another one is moved aside first. An empty form
-    is written over.
+    """Write a card beside the model; `replace` moves another one aside first.
 
-    Raises NotReady where a README.md lies there that launch did not write, or that was edited, or
-    that cannot be written.
+    Raises NotReady if the card cannot be written, or would replace one that launch did not write
+    or somebody has edited. An empty form of peft is overwritten.
     """
     path = model.path / NAME
     kept: Path | None = None
@@ -98,13 +93,15 @@ def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a card lies there that holds words of somebody else."""
+    """Whether there is a card that somebody else wrote or edited."""
     return os.path.lexists(path) and not _is_own(path) and not _is_form(path)
 
 
 def _is_form(path: Path) -> bool:
-    """Whether a file is the form that peft writes beside an adapter, which nobody has filled in
-    (peft/peft_model.py, create_or_update_model_card)."""
+    """Whether a file is the empty form that peft writes beside an adapter.
+
+    Source: peft/peft_model.py, create_or_update_model_card.
+    """
     text = _read_card(path)
     empty_fields = text.count("[More Information Needed]")
     return "# Model Card for Model ID" in text and empty_fields >= _FIELDS_OF_FORM
@@ -124,7 +121,7 @@ def _read_card(path: Path) -> str:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file is a card that launch wrote, and that nobody edited since."""
+    """Whether launch wrote a card, and nobody has edited it since."""
     text = _read_card(path)
     mark = _MARK.search(text)
     return mark is not None and _hash_text(text[mark.end() :]) == mark[1]
@@ -140,9 +137,7 @@ def _describe_author(path: Path) -> str:
 
 
 def _trace_lineage(model: TrainedModel) -> Iterator[Base]:
-    """The models that this one came from, the nearest first: a base that is itself the result of a
-    run has one.
-    """
+    """The models that this one was trained from, the nearest first."""
     base = model.base
     for _ in range(_LONGEST_LINEAGE):
         if base is None:
@@ -152,7 +147,7 @@ def _trace_lineage(model: TrainedModel) -> Iterator[Base]:
 
 
 def _find_base(base: Base) -> Base | None:
-    """The base of a model on this machine, if the record of its run has one."""
+    """The model that a base was itself trained from, if a record on this machine says so."""
     if not base.is_folder:
         return None
     model = of_folder(Path(base.name))
@@ -170,7 +165,7 @@ def _find_public_base(lineage: Sequence[Base]) -> Base | None:
 
 
 def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
-    """The licence that the nearest base states in its own card, if that card is on this machine."""
+    """The licence fields of the nearest base that has a card with a licence on this machine."""
     for base in lineage:
         folder: Path | None = Path(base.name)
         if not base.is_folder:
@@ -391,7 +386,7 @@ def _find_last_value(column: Sequence[float | None], number: int) -> str:
 
 
 def _render_arguments(run: Run) -> str:
-    """The arguments that somebody set; places on the disk of the machine are left out."""
+    """The arguments that were set, without the places on this machine's disk."""
     rows = []
     for name, item in run.arguments.items():
         origin = str(item.get("origin", ""))

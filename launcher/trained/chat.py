@@ -22,9 +22,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: at `temperature` 0 the likeliest one. `max_new_tokens` is the longest
-    answer.
-    """
+    """How tokens are drawn; `temperature` 0 always takes the likeliest one."""
 
     temperature: float
     max_new_tokens: int
@@ -33,8 +31,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One answer. `ended` is `stop`, `length` (it was cut off) or `interrupted`; `seconds` are
-    those of generating.
+    """One answer; `ended` is `stop`, `length` (it was cut off) or `interrupted`.
+
+    `seconds` is the time of generating.
     """
 
     text: str
@@ -79,9 +78,7 @@ class Chat:
                 messages.append({"role": "system", "content": self._system})
 
     def ask(self, prompt: str, who: str, say: Say) -> Reply:
-        """The next answer of the model or its base; `say` gets it in pieces. Raises NotReady where
-        that fails.
-        """
+        """The next answer of MODEL or BASE; `say` gets it in pieces. May raise NotReady."""
         messages = self._messages[who]
         messages.append({"role": "user", "content": prompt})
         sampling = asdict(self._sampling)
@@ -89,7 +86,7 @@ class Chat:
         try:
             answer = self._receive(say)
         except BaseException:
-            # it was not answered: the next prompt takes its place
+            # an unanswered prompt is no part of the conversation
             messages.pop()
             raise
         messages.append({"role": "assistant", "content": answer.text})
@@ -121,7 +118,7 @@ def open_worker(
 
 
 def answer_all(chat: Chat, prompts: Iterable[str], *, beside: bool) -> list[Turn]:
-    """The turns of one conversation, without a word on the way."""
+    """Ask all prompts in one conversation, and print nothing."""
     turns: list[Turn] = []
     for prompt in prompts:
         base = chat.ask(prompt, BASE, _say_nothing) if beside else None

@@ -84,7 +84,7 @@ def _format_share(value: float) -> str:
 
 
 def usual_output(model: TrainedModel) -> Path:
-    """Where a merged model goes when nobody says: beside the adapter."""
+    """The default folder of a merged model: beside the adapter."""
     return model.path.with_name(f"{model.path.name}-merged")
 
 
@@ -101,12 +101,11 @@ def merge(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Merged:
-    """Merge an adapter into its base, in full precision whatever it was trained on, and save that
-    in `output`.
+    """Merge an adapter into its unquantised base, and save the result in `output`.
 
-    The folder is written under another name beside `output` and renamed once its logits agree.
-    Raises UsageError where `output` is there already, NotReady where loading, saving or the
-    comparison fails: then nothing is left.
+    The folder is written under another name beside `output`, and renamed once its logits agree.
+    Raises UsageError if `output` exists, NotReady if loading, saving or the comparison fails; then
+    nothing is left.
     """
     require_mergeable(model)
     assert model.base is not None
@@ -125,7 +124,7 @@ def merge(
 
 
 def require_free(output: Path) -> None:
-    """Raise UsageError where something lies at this path: nothing is written over."""
+    """Raise UsageError if the path exists: nothing is overwritten."""
     if os.path.lexists(output):
         message = f"{output} is there already, and is not written over"
         raise usage("output-exists", message, "name another folder with --output DIR, or remove it")
@@ -189,9 +188,9 @@ def _note_differences(model: TrainedModel, result: Merged) -> Iterator[Finding]:
 
 @contextlib.contextmanager
 def _create_unfinished_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` to write into, gone afterwards unless it was renamed.
+    """A folder beside `output` to write into; it is removed afterwards unless it was renamed.
 
-    It is locked: one whose lock is free was left by a merge that was killed, and is emptied. Raises
+    Its lock is held: a folder with a free lock was left by a killed merge, and is emptied. Raises
     NotReady.
     """
     folder = output.with_name(f".{output.name}.merging")

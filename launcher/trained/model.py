@@ -31,9 +31,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The model that training started from: a folder, or a name of the hub, which may have a
-    revision.
-    """
+    """The model that training started from: a folder, or a name of the hub with its revision."""
 
     name: str
     revision: str | None = None
@@ -48,8 +46,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model that can be loaded. `run` is the run that wrote it, None where no record names its
-    folder.
+    """A model that can be loaded; `run` wrote it, None if no record names its folder.
 
     `quantised` is whether the base was loaded in 4 or 8 bits for training, `trusts_code` whether
     training ran code of the model's repository.
@@ -88,22 +85,19 @@ class TrainedModel:
 
 
 def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
-    """The model that lies in a folder; None where none does. `base` counts instead of what records
-    say.
+    """The model in a folder; None if there is none. `base` replaces the recorded base.
 
-    Raises NotReady where it is damaged, or the base of an adapter is not known or not here.
+    Raises NotReady if the model is damaged, or the base of an adapter is unknown or missing.
     """
     if not _has_config(folder):
         return None
     path = Path(os.path.abspath(folder))
-    run = writer_of(path)
+    run = find_writer(path)
     return _describe_model(path, run, base)
 
 
 def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
-    """The final model of a run. Raises NotReady where there is none yet: which checkpoints exist,
-    what to type.
-    """
+    """The final model of a run. Raises NotReady if there is none; the help names checkpoints."""
     manifest = rundir.read_manifest(run)
     output = find_output(manifest)
     if output is None:
@@ -180,9 +174,7 @@ def find_output(manifest: Manifest) -> Path | None:
 
 
 def final_folder(manifest: Manifest, output: Path) -> Path:
-    """Where a run's final model lies: its output folder, or the folder below that some scripts
-    write.
-    """
+    """The folder of a run's final model: its output folder, or one below it (`final_model`)."""
     backend = BACKENDS.get(manifest.backend or "")
     if backend is None:
         return output
@@ -193,19 +185,20 @@ def final_folder(manifest: Manifest, output: Path) -> Path:
     return output
 
 
-def writer_of(folder: Path) -> RunFolder | None:
+def find_writer(folder: Path) -> RunFolder | None:
     """The newest known run whose output folder this is, or lies right above it."""
     place = canonical(folder)
     places = {str(place), str(place.parent)}
     runs = []
-    for run, output in outputs.outputs_by_run().items():
-        if output in places and rundir.is_run(Path(run)):
-            runs.append(RunFolder(Path(run)))
+    for name, output in outputs.outputs_by_run().items():
+        run = RunFolder(Path(name))
+        if output in places and rundir.is_run(run.path):
+            runs.append(run)
     return max(runs, key=lambda run: run.path.name, default=None)
 
 
 def explain_unfinished(run: RunFolder) -> str | None:
-    """Why a run has no final model, as far as its verdict tells; None where it came to its end."""
+    """Why a run has no final model, by its verdict; None if the run completed."""
     verdict = read_verdict(run)
     finish = find_finish(verdict)
     if finish.get("state") == "completed":
@@ -225,7 +218,7 @@ def find_finish(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_verdict(run: RunFolder) -> Mapping[str, Any]:
-    """The verdict of a run's last attempt; judged now where nobody has yet."""
+    """The verdict of a run's last attempt, judged now if it was not before."""
     if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)
     return judge.judge_run(run).verdict.as_json()
@@ -269,10 +262,9 @@ def shown(path: Path) -> str:
 
 
 def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
-    """The Python to load a model with: the one that is named, the one that trained it, else
-    launch's choice.
+    """The Python to load a model with: the named one, the one that trained it, else launch's.
 
-    Raises NotReady where it does not run, or lacks one of the packages `needs`.
+    Raises NotReady if it does not run, or lacks one of the packages `needs`.
     """
     trainer = _find_trainer(model, named)
     lacking = [name for name in needs if name not in trainer.packages]
@@ -292,9 +284,7 @@ def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
 
 
 def _is_own(run: RunFolder | None) -> bool:
-    """Whether nobody but this user can have written the record of a run: what it says may be
-    executed.
-    """
+    """Whether only this user can have written the record of a run, so that it may be executed."""
     if run is None or attempt.writable_by_others(run, parents=False) is not None:
         return False
     try:
@@ -312,9 +302,7 @@ def _is_own(run: RunFolder | None) -> bool:
 
 
 def _find_recorded_python(model: TrainedModel) -> Path | None:
-    """The Python that a run's record names; None where it is gone, or where others could have
-    written that.
-    """
+    """The Python that a run's record names; None if it is gone, or others may have written it."""
     if model.run is None or not _is_own(model.run):
         return None
     recorded = rundir.read_manifest(model.run).value("trainer", "python")

@@ -1,4 +1,4 @@
-"""What one does with a model next, as command lines to paste: chat, serve, push, merge."""
+"""Command lines to paste for a trained model: chat, serve, push, merge."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class NextSteps:
 
 
 def of_finished(run: RunFolder) -> NextSteps | None:
-    """The next steps with the final model of a run; None where it has none."""
-    # a damaged folder costs these lines, not the answer that they stand in
+    """The next steps with the final model of a run; None if it has none."""
+    # of a damaged folder only these lines are missing, not the whole answer
     with contextlib.suppress(LaunchError, OSError):
         return of_model(of_run(run))
     return None
@@ -115,9 +115,7 @@ def _format_vllm_command(model: str, *options: str) -> str:
 
 
 def _choose_rank_limit(config: Mapping[str, object]) -> int | None:
-    """The rank that vLLM must make room for; None for an adapter that it does not serve (DoRA,
-    whole layers).
-    """
+    """The value of --max-lora-rank; None if vLLM cannot serve the adapter (DoRA, whole layers)."""
     rank = config.get("r")
     if config.get("peft_type") not in _VLLM_KINDS or not isinstance(rank, int):
         return None

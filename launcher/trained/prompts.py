@@ -1,4 +1,4 @@
-"""Rows of a run's data -> prompts with their answers, of a held-out split where there is one."""
+"""Prompts with their answers from a run's data, from a held-out split if there is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that the assistant is to continue, and how the data set does."""
+    """A conversation for the assistant to continue, and the answer of the data set."""
 
     messages: Messages
     expected: str
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Some prompts, and in words where they are from. Without any, `missing` says why."""
+    """Some prompts and where they are from; without any, `missing` says why."""
 
     origin: str
     chosen: tuple[Prompt, ...] = ()
@@ -52,8 +52,9 @@ class _RowFiles:
 
 
 def choose(manifest: Manifest, count: int) -> Prompts:
-    """So many prompts, evenly from the first rows of the data; relative names start at the working
-    directory.
+    """Up to `count` prompts, evenly spread over the first rows of the data.
+
+    Relative names of files start at the working directory.
     """
     place = _find_row_files(manifest)
     if place is None:
@@ -133,7 +134,7 @@ def _read_prompts(file: Path) -> Iterator[Prompt]:
     for _, row in islice(reading.read_rows(file), _ROWS):
         if isinstance(row, BadRow) or not isinstance(row, dict):
             continue
-        prompt = of_row(row)
+        prompt = read_prompt(row)
         if prompt is None:
             continue
         length = sum(len(message["content"]) for message in prompt.messages)
@@ -141,8 +142,8 @@ def _read_prompts(file: Path) -> Iterator[Prompt]:
             yield prompt
 
 
-def of_row(row: Mapping[str, Any]) -> Prompt | None:
-    """The prompt of a row as the trainers read it; None where it holds none, or more than text."""
+def read_prompt(row: Mapping[str, Any]) -> Prompt | None:
+    """The prompt of a row as the trainers read it; None if it has none, or more than text."""
     if row.get("chosen") is not None:
         return _convert_pair(row.get("prompt"), row["chosen"])
     if row.get("prompt") is not None:
@@ -202,7 +203,7 @@ def _as_messages(prompt: object) -> Messages | None:
 
 
 def _read_messages(value: object) -> Messages | None:
-    """Messages of text with `role` and `content`; None where they are something else."""
+    """Messages of text with `role` and `content`; None if they are something else."""
     if not isinstance(value, list):
         return None
     try:

@@ -31,7 +31,7 @@ _CODES = {
 
 
 def environment(environ: Mapping[str, str], *, devices: str | None, cpu: bool) -> dict[str, str]:
-    """The environment of such a process: that of the user, without what belongs to a training."""
+    """The environment of a worker: the user's, without launch's variables for training."""
     kept = {name: value for name, value in environ.items() if not name.startswith("LAUNCH_")}
     inside = isolation.isolated(kept)
     inside |= {
@@ -48,9 +48,7 @@ def environment(environ: Mapping[str, str], *, devices: str | None, cpu: bool) -
 
 
 class Worker:
-    """One such process: open while the context is. An interrupt of the terminal does not reach it
-    by itself.
-    """
+    """A context manager that runs the process; Ctrl-C in the terminal does not reach it."""
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class Worker:
 
     def send(self, request: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
-        # one that has gone is noticed by what it does not answer
+        # if the process has ended, reading its answer raises
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
 
@@ -113,9 +111,9 @@ class Worker:
         self._process.send_signal(signal.SIGINT)
 
     def events(self, *last: str) -> Iterator[dict[str, Any]]:
-        """What it says, up to the first event with one of the names `last`.
+        """The events of the process, up to the first with one of the names `last`.
 
-        Raises NotReady where it fails, or ends before that.
+        Raises NotReady if it fails, or ends before that.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:

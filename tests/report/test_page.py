@@ -17,6 +17,7 @@ from launcher.report import page, series
 from launcher.report.series import Run
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
+from launcher.verdict.evidence import Evidence
 
 NASTY = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 "
@@ -394,7 +395,7 @@ def test_the_page_of_a_judged_run_is_written(folder: RunFolder) -> None:
 
     # without the evidence it is the page without curves, and without a way there
     content = rundir.read_json(folder.manifest)
-    shown = show(series.run_from_records(folder.path, content, verdict.as_json(), []))
+    shown = show(series.run_from_records(folder.path, content, verdict.as_json(), [], Evidence()))
     assert not shown.tree.all("h2", id="curves")
     assert not shown.tree.all("a", href="#curves")
     assert shown.row("verdict", "finish")[0] == "completed"

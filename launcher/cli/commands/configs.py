@@ -1,6 +1,4 @@
-"""`launch init`, `validate-config`, `explain`, `schema`, `pin`: stage files and the source
-they are for.
-"""
+"""`launch init`, `validate-config`, `explain`, `schema`, `pin`, `configs`: stage files."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from launcher.cli.options import (
     Shared,
     answer,
     app,
-    files_of,
+    list_stage_files,
     takes,
 )
 from launcher.errors import (
@@ -55,9 +53,7 @@ if TYPE_CHECKING:
 
 
 VALIDATED_FOR = 8
-"""GPUs that a pipeline is judged for where its file does not say: a stage file is judged for
-none.
-"""
+"""GPUs that a pipeline is judged for if its file does not say."""
 
 pins = App(
     no_args_is_help=True,
@@ -94,7 +90,7 @@ def validate_config(
     paths: list[Path] = []
     for word in words:
         if word not in overrides:
-            paths += files_of(Path(word))
+            paths += list_stage_files(Path(word))
     if not paths:
         raise usage("no-input", "no stage file is named", "launch validate-config FILE KEY=VALUE")
     shared = replace(shared, overrides=overrides, format="text" if format == "text" else "json")
@@ -148,7 +144,7 @@ def _fix_files(paths: Sequence[Path], shared: Shared) -> tuple[dict[Path, Fix], 
 
 
 def _fix_file(path: Path, shared: Shared) -> Fix:
-    """Apply the mechanical fixes of a file. Raises NotReady where it cannot be written."""
+    """Apply the mechanical fixes of a file. Raises NotReady if it cannot be written."""
     from launcher.stage import fix
 
     result = fix.of_file(path, stage_name=shared.stage, locator=shared.locator)
@@ -165,7 +161,7 @@ def _judge_each(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
 
 
 def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
-    """Each file with what its rehearsal shows too, all in one server a script."""
+    """Each file with the findings of its rehearsal; one server for each script serves all."""
     from launcher.planning import collect
     from launcher.workflows.rehearse import ask, rehearsal
 
@@ -326,7 +322,7 @@ def _find_meanings(code: str) -> Sequence[tuple[CodeSection, Meaning]]:
 
 
 def _derive_arguments(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
-    """What launch sets for this stage file, with the reason; nothing where it is invalid."""
+    """What launch sets for this stage file, with the reason; empty if it is invalid."""
     from launcher.planning import collect, prepare
     from launcher.planning.collect import Scope
 
@@ -427,7 +423,7 @@ def pin_diff(
     pair = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths: list[Path] = []
     for path in configs or ():
-        paths += files_of(path)
+        paths += list_stage_files(path)
     changes = difference.between(pair, paths, stage=shared.stage)
     if shared.format == "json":
         new: list[Finding] = []
@@ -555,7 +551,7 @@ def _convert_file(
     script_args: str | None,
     replacements: Replacements,
 ) -> Exit:
-    """Write the stage file that a file or script of another tool's describes."""
+    """Convert a file or script of another tool into a stage file."""
     from launcher.stage.conversion import convert
 
     conversion = convert.convert(
@@ -644,7 +640,7 @@ def _require_free(path: Path) -> Path:
 
 
 def _choose_free_output(path: Path) -> str:
-    """An output folder that no other stage file has: two models in one folder would be one run."""
+    """An output folder that does not exist: two stage files must not share one."""
     name = path.with_suffix("")
     if path.is_absolute() or ".." in path.parts:
         name = Path(path.stem)
@@ -664,7 +660,11 @@ app.add_typer(shipped_files, name="configs")
 
 def _find_shipped() -> dict[str, Path]:
     folder = shipped("configs")
-    return {str(path.relative_to(folder).with_suffix("")): path for path in files_of(folder)}
+    files = {}
+    for path in list_stage_files(folder):
+        name = path.relative_to(folder).with_suffix("")
+        files[str(name)] = path
+    return files
 
 
 @shipped_files.callback(invoke_without_command=True)
@@ -676,7 +676,9 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
     lines = []
     files = _find_shipped()
     width = max(map(len, files), default=0)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    columns = 1000
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
     for name, path in files.items():
         summary = path.read_text("utf-8").split("\n")[0].strip("# .:")
         rows.append({"name": name, "path": str(path), "summary": summary})

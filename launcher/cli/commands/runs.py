@@ -1,6 +1,4 @@
-"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or
-was.
-"""
+"""`launch runs`, `attach`, `logs`, `stop`, `rm`, `check`, `report`, `cache`: about runs."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from launcher.cli.options import (
     answer,
     app,
     confirm_deletion,
-    not_begun,
+    refuse_unstarted,
     require_run,
 )
 from launcher.errors import Exit, Finding, usage
@@ -53,7 +51,7 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
     folder = require_run(run)
     attempt = follow.newest_attempt(folder)
     if not follow.has_begun(folder, attempt):
-        raise not_begun(folder)
+        raise refuse_unstarted(folder)
     return until_over("attach", folder, attempt, (), format, forward=False)
 
 
@@ -216,7 +214,7 @@ def check(
             return _check_each(log, members, allow_unproven, format)
         folder = require_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
-            raise not_begun(folder)
+            raise refuse_unstarted(folder)
         judged = conclude.judge_and_write(folder)
         name = folder.path.name
         verdict = judged.verdict
@@ -227,9 +225,7 @@ def check(
 
 
 def _find_log_redactor(log: Path) -> Redactor | None:
-    """What was secret at the start of the run in whose folder a log lies; None where it lies
-    in none.
-    """
+    """The redactor of the run whose folder holds a log; None if it is in none."""
     folder = log.absolute().parent
     if not exists(folder / "start.json"):
         return None

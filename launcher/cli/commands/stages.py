@@ -1,4 +1,4 @@
-"""`launch sft`, `dpo`, `pipeline`, `exec`: starting stages and looking on."""
+"""`launch sft`, `dpo`, `pipeline`, `exec`: commands that start stages and follow them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _make_stage_command(stage: str) -> Callable[..., Exit]:
             help="accept a DeepSpeed that corrupts gradients (finding overlap-corrupts)",
         ),
     ) -> Exit:
-        shared.require_sense()
+        shared.reject_ignored_options()
         request = shared.request(
             stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh
         )
@@ -87,9 +87,9 @@ def _run_stage(request: Request, shared: Shared) -> Exit:
     from launcher.planning.collect import Scope
     from launcher.runs import lease, preemption, runner
 
-    ending = shared.at_end()
+    ending = shared.parse_end_options()
     on_finish.require_program(ending["on_finish"])
-    # the supervisor reads it too late to say so
+    # a mistake is refused here: the supervisor reads these variables too late
     runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
@@ -111,7 +111,7 @@ def _run_stage(request: Request, shared: Shared) -> Exit:
 
 
 def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
-    """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
+    """Answer with the verdict of a run that has nothing left to train."""
     from launcher.lifecycle import conclude
     from launcher.verdict import check
 
@@ -130,7 +130,7 @@ def _queue_run(request: Request, shared: Shared) -> Exit:
     from launcher.planning.collect import Scope
     from launcher.runs import slurm
 
-    ending = shared.at_end()
+    ending = shared.parse_end_options()
     prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
@@ -152,7 +152,7 @@ def _queue_run(request: Request, shared: Shared) -> Exit:
 def _answer_detached(
     stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
-    """Say where the run can be looked at."""
+    """Print the commands that show and stop a run in the background."""
     from launcher.lifecycle import background
 
     session = None
@@ -186,7 +186,7 @@ def until_over(
         data = {"run": str(folder.path), "detached": True}
         lines = [f"the run continues: launch attach {folder.path.name}"]
         return answer(command, format, data, lines, before=findings, redactor=attempt.redactor)
-    # not before: what is looked at should be shown at once, and what judges runs is slow to import
+    # imported late: it is slow, and the run should be shown at once
     from launcher.lifecycle import conclude
 
     if attempt.rank:

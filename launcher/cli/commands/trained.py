@@ -1,4 +1,4 @@
-"""`launch chat`, `launch merge`, `launch card`: what one does with a model that was trained."""
+"""`launch chat`, `launch merge`, `launch card`: commands about a trained model."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _HINT = (
 )
 
 
-def found_model(target: str, base: Base | None = None) -> TrainedModel:
-    """The model of a folder, of a run, or of the last run of a pipeline; `base` counts instead of
-    what records say.
+def find_model(target: str, base: Base | None = None) -> TrainedModel:
+    """The model of a folder, of a run, or of the last run of a pipeline.
 
-    Raises UsageError where there is no such run, NotReady where it has no final model.
+    `base` replaces the recorded base. Raises UsageError if there is no such run, NotReady if it has
+    no final model.
     """
     from launcher.runs import rundir
     from launcher.trained import model
@@ -63,7 +63,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
         saved = model.of_folder(folder, base)
         if saved is not None:
             return saved
-        run = model.writer_of(folder)
+        run = model.find_writer(folder)
         if run is not None:
             return model.of_run(run, base)
     campaign = rundir.find_campaign(target)
@@ -80,9 +80,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
 
 
 def _find_last_run(campaign: Path) -> RunFolder:
-    """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune
-    leave no model.
-    """
+    """The last run of a pipeline. Raises NotReady for a bench, ladder or tune."""
     from launcher.runs import rundir
 
     if not (campaign / rundir.PIPELINE_RECORD).is_file():
@@ -131,7 +129,7 @@ def chat(
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
-    model = found_model(target)
+    model = find_model(target)
     redactor = model.redactor
     questions = _read_prompts(prompts, format)
     names = str(model.path)
@@ -180,10 +178,7 @@ def _describe_chat(model: TrainedModel, talk: Chat) -> dict[str, object]:
 
 
 def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
-    """What to ask; None where somebody at a terminal is going to say.
-
-    Raises UsageError where it is empty.
-    """
+    """The prompts; None if the user types them at the terminal. Raises UsageError if empty."""
     help = "--prompt TEXT, or text on stdin"
     if prompts is None and sys.stdin.isatty():
         if format == "json":
@@ -221,8 +216,8 @@ def _explain_end(result: Reply) -> str:
 
 
 def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
-    """Ask whoever sits at the terminal, until they have had enough."""
-    # lines can be edited, and come back with the arrow keys
+    """Answer what the user types, until Ctrl-D."""
+    # makes `input` edit lines and recall them with the arrow keys
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
 
@@ -247,7 +242,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
 
 
 def _is_prompt_refusal(error: LaunchError) -> bool:
-    """Whether only this prompt was refused, and the model still answers others."""
+    """Whether only this prompt was refused, so that the chat goes on."""
     return {finding.code for finding in error.findings} <= {"template-refuses", "too-long-prompt"}
 
 
@@ -270,7 +265,7 @@ def _interrupt_answers(talk: Chat) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handle_termination() -> Iterator[None]:
-    """TERM ends this command as INT does: nothing is left behind."""
+    """Treat SIGTERM as SIGINT, so that nothing is left behind."""
     from launcher.machine import process
 
     with process.signal_handlers({signal.SIGTERM: signal.default_int_handler}):
@@ -310,7 +305,7 @@ def merge(
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
-    model = found_model(target, None if base is None else Base(name=base))
+    model = find_model(target, None if base is None else Base(name=base))
     merge.require_mergeable(model)
     place = output or merge.usual_output(model)
     merge.require_free(place)
@@ -354,8 +349,8 @@ def card(
 
     if output is not None and replace:
         raise usage("useless-option", "--replace has no effect with --output")
-    model = found_model(target)
-    text = card.made_of(model)
+    model = find_model(target)
+    text = card.render(model)
     if output is not None and str(output) == "-":
         return answer("card", format, {"card": text, "path": None}, [text.rstrip()])
     if output is not None:

@@ -238,6 +238,7 @@ def _read_current_columns(manifest: Manifest) -> Row:
 
 
 def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
+    """The columns that no longer change once a run is over."""
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's: that of all steady steps and ranks
@@ -246,14 +247,6 @@ def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
     verdict = Record()
     if state in _ENDED:
         verdict = _read_verdict(folder, number)
-    loss = verdict.figure("metrics", "last_loss")
-    if loss is None:
-        loss = progress.loss
-    speed = verdict.figure("metrics", "tokens_per_second")
-    if speed is None:
-        speed = progress.tokens_per_second
-    if speed is not None and not math.isfinite(speed):
-        speed = None
     outcome = None
     if verdict:
         outcome = summary.outcome(verdict)
@@ -271,12 +264,32 @@ def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
         "outcome": outcome,
         "step": max(progress.step, verdict.number("steps") or 0),
         "steps": progress.total,
-        "loss": None if loss is None else round(loss, 4),
-        "tokens/s": None if speed is None else round(speed),
+        "loss": _read_loss(verdict, progress),
+        "tokens/s": _read_speed(verdict, progress),
         "gpus": manifest.gpus,
         "output": manifest.text("output"),
         "wandb": tracker,
     }
+
+
+def _read_loss(verdict: Record, progress: Progress) -> float | None:
+    """The last loss by the verdict, else by the probe."""
+    loss = verdict.figure("metrics", "last_loss")
+    if loss is None:
+        loss = progress.loss
+    if loss is None:
+        return None
+    return round(loss, 4)
+
+
+def _read_speed(verdict: Record, progress: Progress) -> int | None:
+    """Tokens per second by the verdict, else by the probe."""
+    speed = verdict.figure("metrics", "tokens_per_second")
+    if speed is None:
+        speed = progress.tokens_per_second
+    if speed is None or not math.isfinite(speed):
+        return None
+    return round(speed)
 
 
 def _read_verdict(folder: RunFolder, number: int) -> Record:

@@ -309,14 +309,19 @@ def _render_plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Ht
     for run in runs:
         row = [tag("th", run.entry.heading, scope="row", class_="run")]
         for key in keys:
-            planned = run.planned.get(key)
-            measured = run.measured.get(key)
-            shown: object = _format_quantity(key, measured)
-            if planned is not None and planned != measured:
-                shown = small_below(shown, f"plan {_format_quantity(key, planned)}")
-            row.append(tag("td", shown, class_="number"))
+            row.append(_render_figure_cell(run, key))
         rows.append(row)
     return table(head, rows, "figures")
+
+
+def _render_figure_cell(run: _Figures, key: str) -> Html:
+    """What was measured, with the plan below it if that differs."""
+    planned = run.planned.get(key)
+    measured = run.measured.get(key)
+    shown: object = _format_quantity(key, measured)
+    if planned is not None and planned != measured:
+        shown = small_below(shown, f"plan {_format_quantity(key, planned)}")
+    return tag("td", shown, class_="number")
 
 
 def _format_quantity(key: str, value: float | None) -> str:

@@ -155,16 +155,22 @@ def _merge_into(
             positions=event["positions"],
             template=event["template"],
         )
-    # a NaN is no agreement
-    if not (result.error <= result.tolerance and result.kept >= LEAST_KEPT):
-        message = (
-            "the merged model does not say what base and adapter say: its logits differ by "
-            f"{_format_share(result.error)} (at most {_format_share(result.tolerance)} is rounding "
-            f"in {result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
-        )
-        help = "nothing was written; serve base and adapter as they are"
-        raise not_ready("merge-differs", message, help, file=str(model.path))
+    _require_agreement(result, model)
     return result
+
+
+def _require_agreement(result: Merged, model: TrainedModel) -> None:
+    """Raise NotReady if the merged model answers otherwise than base and adapter."""
+    # a NaN is no agreement
+    if result.error <= result.tolerance and result.kept >= LEAST_KEPT:
+        return
+    message = (
+        "the merged model does not say what base and adapter say: its logits differ by "
+        f"{_format_share(result.error)} (at most {_format_share(result.tolerance)} is rounding "
+        f"in {result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
+    )
+    help = "nothing was written; serve base and adapter as they are"
+    raise not_ready("merge-differs", message, help, file=str(model.path))
 
 
 def _note_differences(model: TrainedModel, result: Merged) -> Iterator[Finding]:

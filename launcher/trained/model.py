@@ -118,25 +118,13 @@ def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> Tra
     fault = checkpoints.model_fault(path)
     if fault is not None:
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
-    is_adapter = model_files.is_adapter(path)
-    manifest = Manifest() if run is None else rundir.read_manifest(run)
+    manifest = Manifest()
+    if run is not None:
+        manifest = rundir.read_manifest(run)
     base = base or _find_recorded_base(manifest)
-    if base is None and is_adapter:
-        name = model_files.adapter_base(path)
-        if name is not None:
-            base = Base(name=name)
-    if is_adapter and base is None:
-        message = "neither a run's record nor the adapter's config names its base model"
-        raise not_ready(
-            "no-base-model", message, "set base_model_name_or_path in its config", file=str(path)
-        )
-    if is_adapter and base is not None and model_config.is_path(base.name) and not base.is_folder:
-        message = f"the base model {base.name} is not here"
-        help = (
-            "start this where that path begins, "
-            f"or change base_model_name_or_path in {model_files.ADAPTER}"
-        )
-        raise not_ready("no-base-model", message, help, file=str(path))
+    is_adapter = model_files.is_adapter(path)
+    if is_adapter:
+        base = _require_base(path, base)
     return TrainedModel(
         path=path,
         is_adapter=is_adapter,
@@ -145,6 +133,29 @@ def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> Tra
         quantised=any(manifest.argument(name) is True for name in _QUANTISED),
         trusts_code=manifest.argument("trust_remote_code") is True and _is_own(run),
     )
+
+
+def _require_base(adapter: Path, recorded: Base | None) -> Base:
+    """The base of an adapter, by its config if no run recorded it.
+
+    Raises NotReady if it is unknown, or is not on this machine.
+    """
+    base = recorded
+    if base is None:
+        name = model_files.adapter_base(adapter)
+        if name is None:
+            message = "neither a run's record nor the adapter's config names its base model"
+            help = "set base_model_name_or_path in its config"
+            raise not_ready("no-base-model", message, help, file=str(adapter))
+        base = Base(name=name)
+    if model_config.is_path(base.name) and not base.is_folder:
+        message = f"the base model {base.name} is not here"
+        help = (
+            "start this where that path begins, "
+            f"or change base_model_name_or_path in {model_files.ADAPTER}"
+        )
+        raise not_ready("no-base-model", message, help, file=str(adapter))
+    return base
 
 
 def _find_recorded_base(manifest: Manifest) -> Base | None:

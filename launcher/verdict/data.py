@@ -54,8 +54,10 @@ class Doubt:
 
 
 def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
+    """All doubts about the data as one observation; the gravest gives the state and the help."""
     doubts = [
         *_doubt_dropped_rows(evidence),
+        *_doubt_number_of_rows(evidence),
         *_doubt_masked_rows(evidence),
         *_doubt_steps(evidence),
         *_doubt_batches(evidence),
@@ -153,22 +155,28 @@ def _doubt_dropped_rows(evidence: Evidence) -> Iterator[Doubt]:
         return
     rows = _read_count(event, "given")
     dropped = rows - _read_count(event, "kept")
-    if dropped > FEW * rows:
-        limit = event.number("max_length")
-        length = ""
-        if limit:
-            length = f" (max_length {limit:.0f})"
-        yield Doubt(
-            state="fewer",
-            certain=dropped >= HALF * rows,
-            reason=f"the trainer dropped {_format_share(dropped, rows)} rows{length}: "
-            f"{_explain_dropped_rows(event)}",
-            help="raise the maximal length, shorten the prompts, or drop those rows yourself; "
-            f"{_ACCEPT}",
-            cites=(event,),
-        )
+    if dropped <= FEW * rows:
+        return
+    limit = event.number("max_length")
+    length = ""
+    if limit:
+        length = f" (max_length {limit:.0f})"
+    yield Doubt(
+        state="fewer",
+        certain=dropped >= HALF * rows,
+        reason=f"the trainer dropped {_format_share(dropped, rows)} rows{length}: "
+        f"{_explain_dropped_rows(event)}",
+        help="raise the maximal length, shorten the prompts, or drop those rows yourself; "
+        f"{_ACCEPT}",
+        cites=(event,),
+    )
+
+
+def _doubt_number_of_rows(evidence: Evidence) -> Iterator[Doubt]:
+    event = _find_first_event(evidence, "data_rows")
+    rows = _read_count(event, "given")
     planned = evidence.manifest.plan.rows
-    if not planned or not rows:
+    if event is None or not planned or not rows:
         return
     if rows > planned * (1 + FEW):
         yield Doubt(

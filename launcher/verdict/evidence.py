@@ -462,6 +462,7 @@ def _find_stage_of_trainer(log: Log) -> str | None:
 
 
 def _build_step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
+    """One row for each step that the probe recorded or the log shows, in order."""
     by_step: dict[int, list[ProbeStep]] = {}
     for step in steps:
         by_step.setdefault(step.step, []).append(step)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
 from launcher.stage.options import TREND_LOSSES
-from launcher.verdict.ending import HELP, final_signals, find_ending, find_phase
+from launcher.verdict.ending import HELP, Ending, final_signals, find_ending, find_phase
 from launcher.verdict.evidence import Evidence, ProbeStep, in_state, ranks_of
 from launcher.verdict.logs.scan import Signal, StepLine
 from launcher.verdict.metrics import (
@@ -144,7 +144,7 @@ def _observe_nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) ->
     help = _NOT_FINITE_HELP
     if _is_never_finite(evidence):
         help = _NEVER_FINITE_HELP
-    description = _describe(evidence, first)
+    description = _describe_bad_step(evidence, first)
     reason = description.sentence(number, first.rank, count=len(bad))
     return Observation(
         "nonfinite",
@@ -372,7 +372,7 @@ class _Description:
         return text
 
 
-def _describe(evidence: Evidence, bad: _BadStep) -> _Description:
+def _describe_bad_step(evidence: Evidence, bad: _BadStep) -> _Description:
     fields: dict[str, object] = {}
     what = None
     value = None
@@ -422,6 +422,7 @@ def _find_unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
 
 
 def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the optimizer used the gradients of the batch, as compared by the probe."""
     corrupt = _observe_corrupt_gradients(evidence)
     if corrupt is not None:
         return corrupt
@@ -529,6 +530,7 @@ def _is_loss_falling(evidence: Evidence) -> bool:
 
 
 def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
+    """Whether the loss falls, rises or neither, over all attempts."""
     still = _observe_still_trend(evidence)
     if still is not None:
         return still
@@ -630,6 +632,7 @@ def compute_trend(values: Sequence[float]) -> Trend:
 
 
 def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
+    """The peak of GPU memory, and whether GPU or host memory ran out, and in which phase."""
     detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
     phases = memory_phases(evidence)
     if phases:
@@ -664,36 +667,47 @@ def _select_on_lines(signals: Iterable[Signal], lines: set[int]) -> tuple[Signal
 
 
 def observe_finish(evidence: Evidence, _expected: str | None) -> Observation:
+    """How the run ended and why, and whether its model was saved."""
     end = find_ending(evidence)
     saved = evidence.final_save
     exit = evidence.exit
+    help = None
+    if end.reason is not None:
+        help = HELP[end.reason]
+    elif exit is not None and exit.returncode and not end.signal and not end.error:
+        help = (
+            f"exit code {exit.returncode}, and no error is known: the last lines of the "
+            "console log may tell"
+        )
+    cites = [end.saved, evidence.stopped, *end.lines, *evidence.lines[-1:], saved, exit]
+    return Observation(
+        end.state,
+        proved=end.proved,
+        cites=[cite for cite in cites if cite is not None],
+        detail=_describe_end(evidence, end),
+        help=help,
+    )
+
+
+def _describe_end(evidence: Evidence, end: Ending) -> dict[str, object]:
     detail: dict[str, object] = {
         "last_step": evidence.last_step,
         "total_steps": evidence.total_steps,
-        "saved": saved is not None,
+        "saved": evidence.final_save is not None,
     }
     if evidence.left_out_save:
         detail["left_out"] = "the final save: of a trial nobody wants the model"
-    if end.reason is not None:
-        detail["reason"] = end.reason
-    if end.signal is not None:
-        detail["signal"] = end.signal
-    if end.error is not None:
-        detail["error"] = end.error
+    for name in ("reason", "signal", "error"):
+        value = getattr(end, name)
+        if value is not None:
+            detail[name] = value
     if end.state in ("crashed", "killed", "stopped"):
         phase = find_phase(evidence)
         if phase is not None:
             detail["during"] = phase
-    help = None
-    if end.reason is not None:
-        help = HELP[end.reason]
+    exit = evidence.exit
     if exit is not None:
         detail["returncode"] = exit.returncode
-        if exit.returncode and not (end.reason or end.signal or end.error):
-            help = (
-                f"exit code {exit.returncode}, and no error is known: the last lines of the "
-                "console log may tell"
-            )
     if end.saved is not None:
         detail["checkpoint"] = end.saved.text("path")
     if exit is not None and exit.grace_s is not None:
@@ -701,17 +715,11 @@ def observe_finish(evidence: Evidence, _expected: str | None) -> Observation:
     hang = evidence.last_hang
     if hang is not None and end.state != "completed":
         detail["hang"] = hang.text("message")
-    cites = [end.saved, evidence.stopped, *end.lines, *evidence.lines[-1:], saved, exit]
-    return Observation(
-        end.state,
-        proved=end.proved,
-        cites=[cite for cite in cites if cite is not None],
-        detail=detail,
-        help=help,
-    )
+    return detail
 
 
 def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
+    """Which share of the trained weights differs from what it was before the training."""
     events = evidence.last_events("weights")
     share = moved_share(evidence)
     if share is None:
@@ -746,6 +754,7 @@ def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the files of the saved model are still as they were saved."""
     if evidence.model is None:
         return UNKNOWN
     detail = dict(evidence.model)
@@ -763,6 +772,7 @@ def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def observe_inputs(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether data and model were at the end what they were at the start."""
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:

@@ -112,6 +112,7 @@ class _LigerCalls:
 
 
 def observe_liger(evidence: Evidence, expected: str | None) -> Observation:
+    """Whether Liger's kernels were called; by a log alone, whether they were announced."""
     by_rank = {}
     for record in evidence.records:
         if record.steps:
@@ -287,6 +288,7 @@ def _observe_unannounced_liger(
 
 
 def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
+    """Whether rows held several samples, and whether these could see each other."""
     observation = _observe_packing_by_rank(evidence, expected)
     if observation is None:
         observation = _observe_packing_in_log(evidence, expected)
@@ -404,6 +406,7 @@ def first_reason(events: Iterable[Event]) -> str | None:
 
 
 def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
+    """The attention of the loaded model on every rank; by a log alone, the announced one."""
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
         return _observe_attention_in_log(evidence, expected)
@@ -483,6 +486,7 @@ def _observe_attention_in_log(evidence: Evidence, expected: str | None) -> Obser
 
 
 def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the processes and the rows of each step were as planned."""
     probe = evidence.probe
     manifest = evidence.manifest
     world = manifest.processes

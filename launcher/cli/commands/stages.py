@@ -61,6 +61,7 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 
 
 def _dry_run(request: Request, shared: Shared) -> Exit:
+    """Answer with the plan and the command of a stage, or its batch script; start nothing."""
     from launcher.lifecycle import start
     from launcher.planning import prepare
     from launcher.planning.collect import Scope
@@ -82,6 +83,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 
 def _run_stage(request: Request, shared: Shared) -> Exit:
+    """Start a stage on this machine, and follow it unless it is detached."""
     from launcher.lifecycle import on_finish, start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
@@ -125,6 +127,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
 
 def _queue_run(request: Request, shared: Shared) -> Exit:
+    """Queue a stage as a Slurm job."""
     from launcher.lifecycle import start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
@@ -178,6 +181,10 @@ def until_over(
     *,
     forward: bool = True,
 ) -> Exit:
+    """Show a run until it is over, and answer with its verdict.
+
+    Ctrl-C stops the run; without `forward`, it only ends the view.
+    """
     from launcher.lifecycle import follow
 
     try:

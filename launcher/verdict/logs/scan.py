@@ -224,6 +224,7 @@ class _Scan:
             self.bars[bar.total] = bar
 
     def add(self, hit: Hit, line: int) -> None:
+        """Add what a line of the log says; lines come in order."""
         if hit.fields is not None:
             self._keep_signal("exception", hit, hit.fields, line)
             return
@@ -468,6 +469,7 @@ class _Scan:
         self.shown = {line: bar for line, bar in self.shown.items() if line in lines}
 
     def finish(self, lines: int) -> Log:
+        """The whole log: now the total is known, and the steps of HF Trainer's dicts."""
         self._forget_ended_run()
         bars = [self.shown.get(step.line, ShownBar(0, 0)) for step in self.dicts]
         total = self.announced or self._find_total_beside_dict(bars) or self._find_total_alone()

@@ -52,8 +52,7 @@ class Turn:
     base: Reply | None = None
 
     def as_json(self) -> dict[str, object]:
-        base = None if self.base is None else asdict(self.base)
-        return {"prompt": self.prompt, MODEL: asdict(self.model), BASE: base}
+        return asdict(self)
 
 
 class Chat:
@@ -96,9 +95,7 @@ class Chat:
         for event in self._worker.events("answered"):
             if event["event"] == "text":
                 say(event["text"])
-                continue
-            return Reply(**{name: event[name] for name in Reply.__dataclass_fields__})
-        raise AssertionError("`events` ends with an answer")
+        return Reply(**{name: event[name] for name in Reply.__dataclass_fields__})
 
     def interrupt(self) -> None:
         """End the answer that is being generated: its beginning counts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Base:
         return is_dir(self.name)
 
     def as_json(self) -> dict[str, object]:
-        return {"name": self.name, "revision": self.revision}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,25 +211,22 @@ def find_writer(folder: Path) -> RunFolder | None:
 
 def explain_unfinished(run: RunFolder) -> str | None:
     """Why a run has no final model, by its verdict; None if the run completed."""
-    verdict = read_verdict(run)
-    finish = find_finish(verdict)
-    if finish.get("state") == "completed":
-        return None
-    if finish.get("state") == "running":
-        last = verdict.get("steps") or 0
-        return f"it is still running, at step {last}"
-    cause = summary.cause(verdict)
-    return "it did not come to its end" if cause is None else cause.text
-
-
-def find_finish(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+    verdict = _read_verdict(run)
     for point in summary.points(verdict):
-        if point.get("name") == "finish":
-            return point
-    return {}
+        if point.get("name") != "finish":
+            continue
+        if point.get("state") == "completed":
+            return None
+        if point.get("state") == "running":
+            last = verdict.get("steps") or 0
+            return f"it is still running, at step {last}"
+    cause = summary.cause(verdict)
+    if cause is None:
+        return "it did not come to its end"
+    return cause.text
 
 
-def read_verdict(run: RunFolder) -> Mapping[str, Any]:
+def _read_verdict(run: RunFolder) -> Mapping[str, Any]:
     """The verdict of a run's last attempt, judged now if it was not before."""
     if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)

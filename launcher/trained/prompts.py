@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Prompt:
     expected: str
 
     def as_json(self) -> dict[str, object]:
-        return {"messages": self.messages, "expected": self.expected}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,8 @@ class Worker:
 
     def wait_for(self, name: str) -> dict[str, Any]:
         """The next event of that name."""
-        for event in self.events(name):
-            if event["event"] == name:
-                return event
-        raise AssertionError("`events` ends with that event")
+        *_, event = self.events(name)
+        return event
 
     def _explain_failure(self, event: Mapping[str, Any]) -> NotReady:
         code = event["code"]

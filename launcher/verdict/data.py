@@ -12,7 +12,7 @@ from launcher.verdict import schedule
 from launcher.verdict.ending import find_ending
 from launcher.verdict.evidence import Event, Evidence, ProbeStep
 from launcher.verdict.logs.scan import StepLine
-from launcher.verdict.metrics import REWARDS
+from launcher.verdict.metrics import read_reward
 from launcher.verdict.points import FIRST_LOSS, UNKNOWN, Citable, Observation, first_plain_loss
 
 LN2 = math.log(2)
@@ -495,10 +495,10 @@ def _doubt_flat_rewards(evidence: Evidence) -> Iterator[Doubt]:
     if len(lines) < FLAT_LINES:
         return
     for line in lines:
-        margin = _read_reward(line, "rewards_margin")
+        margin = read_reward(line, "rewards_margin")
         if margin is None or abs(margin) > FLAT:
             return
-        if _read_reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
+        if read_reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
             return
     yield Doubt(
         certain=True,
@@ -507,13 +507,6 @@ def _doubt_flat_rewards(evidence: Evidence) -> Iterator[Doubt]:
         help="chosen and rejected are the same text, or nothing is trained: compare some pairs",
         cites=(lines[0], lines[-1]),
     )
-
-
-def _read_reward(line: StepLine, name: str) -> float | None:
-    for key in REWARDS[name]:
-        if key in line.extra:
-            return line.extra[key]
-    return None
 
 
 # -- the learning rate

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from launcher.machine.datasheets import flops_a_token, peak_flops
 from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord
+from launcher.verdict.logs.scan import StepLine
 
 REWARDS = {
     "rewards_accuracy": ("rewards/accuracies", "rewards/accuracy"),
@@ -209,12 +210,19 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
     if evidence.lines:
         last = evidence.lines[-1]
         metrics["logged_tokens_per_second"] = last.tokens_per_second
-        for name, keys in REWARDS.items():
-            for key in keys:
-                value = last.extra.get(key, math.nan)
-                if math.isfinite(value):
-                    metrics[name] = value
+        for name in REWARDS:
+            reward = read_reward(last, name)
+            if reward is not None and math.isfinite(reward):
+                metrics[name] = reward
     return metrics
+
+
+def read_reward(line: StepLine, name: str) -> float | None:
+    """A reward of DPO that a line logs, by its name in `REWARDS`."""
+    for key in REWARDS[name]:
+        if key in line.extra:
+            return line.extra[key]
+    return None
 
 
 def _drop_nonfinite(value: float) -> float | None:

@@ -124,11 +124,10 @@ def chat(
 
     Without a terminal, the prompt is read from stdin.
     """
-    from launcher.trained import chat, worker
+    from launcher.trained import chat
     from launcher.trained.model import trainer_of
 
-    if cpu and devices is not None:
-        raise usage("useless-option", "--devices has no effect with --cpu")
+    environ = _build_environment(devices, cpu=cpu)
     model = find_model(target)
     redactor = model.redactor
     questions = _read_prompts(prompts, format)
@@ -137,7 +136,6 @@ def chat(
         names += f" and {_require_base(model).name}"
     trainer = trainer_of(model, python, chat.needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    environ = worker.environment(os.environ, devices=devices, cpu=cpu)
     console.say_aside(f"loading {names}")
     with _handle_termination(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
@@ -155,6 +153,15 @@ def chat(
         for prompt in questions:
             _show_turn(talk, prompt, redactor, beside=base)
     return Exit.OK
+
+
+def _build_environment(devices: str | None, *, cpu: bool) -> dict[str, str]:
+    """The environment of the process that loads the model. Raises UsageError."""
+    from launcher.trained import worker
+
+    if cpu and devices is not None:
+        raise usage("useless-option", "--devices has no effect with --cpu")
+    return worker.environment(os.environ, devices=devices, cpu=cpu)
 
 
 def _require_base(model: TrainedModel) -> Base:
@@ -299,18 +306,16 @@ def merge(
 
     What is saved loads without peft. Its logits are compared before the folder gets its name.
     """
-    from launcher.trained import merge, worker
+    from launcher.trained import merge
     from launcher.trained.chat import NEEDS_OF_ADAPTERS
     from launcher.trained.model import Base, trainer_of
 
-    if cpu and devices is not None:
-        raise usage("useless-option", "--devices has no effect with --cpu")
+    environ = _build_environment(devices, cpu=cpu)
     model = find_model(target, None if base is None else Base(name=base))
     merge.require_mergeable(model)
     place = output or merge.usual_output(model)
     merge.require_free(place)
     trainer = trainer_of(model, python, NEEDS_OF_ADAPTERS)
-    environ = worker.environment(os.environ, devices=devices, cpu=cpu)
 
     def say(text: str) -> None:
         if format == "text":

@@ -607,10 +607,11 @@ def _read_inputs(path: Path) -> Sequence[Mapping[str, object]] | None:
 
 
 def finite(value: object) -> float | None:
+    """A number of a JSON record; None for anything else, NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     # a whole number of JSON may be larger than any float
-    if abs(value) > sys.float_info.max:
+    if abs(value) > sys.float_info.max or math.isnan(value):
         return None
     return value
 

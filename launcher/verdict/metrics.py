@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from launcher.machine.datasheets import flops_a_token, peak_flops
-from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord
+from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord, finite
 from launcher.verdict.logs.scan import StepLine
 
 REWARDS = {
@@ -187,8 +187,8 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
     first_loss = None
     last_loss = None
     if values:
-        first_loss = _drop_nonfinite(values[0])
-        last_loss = _drop_nonfinite(values[-1])
+        first_loss = finite(values[0])
+        last_loss = finite(values[-1])
     norms = _collect_grad_norms(evidence)
     last_norm = None
     if norms:
@@ -212,7 +212,7 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
         metrics["logged_tokens_per_second"] = last.tokens_per_second
         for name in REWARDS:
             reward = read_reward(last, name)
-            if reward is not None and math.isfinite(reward):
+            if finite(reward) is not None:
                 metrics[name] = reward
     return metrics
 
@@ -222,12 +222,6 @@ def read_reward(line: StepLine, name: str) -> float | None:
     for key in REWARDS[name]:
         if key in line.extra:
             return line.extra[key]
-    return None
-
-
-def _drop_nonfinite(value: float) -> float | None:
-    if math.isfinite(value):
-        return value
     return None
 
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -234,6 +235,15 @@ def test_the_validation_loss_is_drawn_beside_the_loss(folder: RunFolder) -> None
     columns = shown.curves["runs"][0]["columns"]
     assert columns["eval_loss"] == [None] * 19 + [0.2] + [None] * 19 + [0.4]
     assert "eval_runtime" not in columns
+
+
+def test_a_validation_loss_that_was_not_finite_leaves_a_gap(folder: RunFolder) -> None:
+    with (folder.probe / "rank-0.jsonl").open("a") as file:
+        for step, loss in ((20, math.nan), (30, math.inf), (40, 0.4)):
+            event = {"event": "evaluation", "step": step, "metrics": {"eval_loss": loss}}
+            file.write(json.dumps(event) + "\n")
+    columns = show(*load(folder.path)).curves["runs"][0]["columns"]
+    assert columns["eval_loss"] == [None] * 39 + [0.4]
 
 
 def test_the_validation_loss_of_a_log_alone() -> None:

@@ -159,6 +159,11 @@ def unreadable(path: object, error: OSError) -> NotReady:
     return not_ready("unreadable-file", f"cannot be read: {error.strerror}", file=str(path))
 
 
+def unwritable(path: object, error: OSError) -> NotReady:
+    message = f"cannot be written: {error.strerror or error}"
+    return not_ready("unwritable-file", message, file=str(path))
+
+
 def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
     """Those findings that stop a run: errors, and under `strict` warnings about the file too."""
     return tuple(finding for finding in findings if _is_stopping(finding, strict=strict))

@@ -1,0 +1,64 @@
+"""Report expressions that pack several steps into one, for which ruff has no rule.
+
+python scripts/check_expressions.py launcher tests      # exit code 1 if there are any
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+MOST_LINES = 4
+MOST_NAMES = 2
+
+
+def find_dense_expressions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line of each, and what is wrong there."""
+    for node in ast.walk(tree):
+        fault = _find_fault(node)
+        if fault is not None:
+            yield node.lineno, fault
+
+
+def _find_fault(node: ast.AST) -> str | None:
+    if isinstance(node, ast.IfExp) and _holds(node, ast.IfExp):
+        return "a conditional expression inside another: write `if` statements"
+    if isinstance(node, ast.Lambda) and _holds(node, ast.IfExp, *COMPREHENSIONS):
+        return "a lambda with a condition or a loop: write a function"
+    if isinstance(node, COMPREHENSIONS):
+        return _find_comprehension_fault(node)
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple()):
+            if len(names) > MOST_NAMES:
+                return f"more than {MOST_NAMES} values assigned at once: write a line for each"
+    return None
+
+
+def _find_comprehension_fault(node: ast.expr) -> str | None:
+    if _holds(node, *COMPREHENSIONS):
+        return "a comprehension inside another: name the inner one, or write a loop"
+    if _holds(node, ast.IfExp, ast.NamedExpr):
+        return "a conditional expression or `:=` inside a comprehension: write a loop"
+    if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_LINES:
+        return f"a comprehension of more than {MOST_LINES} lines: write a loop"
+    return None
+
+
+def _holds(outer: ast.AST, *kinds: type[ast.AST]) -> bool:
+    return any(isinstance(node, kinds) for node in ast.walk(outer) if node is not outer)
+
+
+def main() -> int:
+    count = 0
+    for folder in sys.argv[1:]:
+        for path in sorted(Path(folder).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for line, fault in find_dense_expressions(tree):
+                print(f"{path}:{line}: {fault}")
+                count += 1
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

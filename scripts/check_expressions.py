@@ -7,7 +7,9 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
+Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MOST_LINES = 4
 MOST_NAMES = 2
@@ -16,12 +18,13 @@ MOST_NAMES = 2
 def find_dense_expressions(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """The line of each, and what is wrong there."""
     for node in ast.walk(tree):
-        fault = _find_fault(node)
-        if fault is not None:
-            yield node.lineno, fault
+        if isinstance(node, ast.expr | ast.stmt):
+            fault = _find_fault(node)
+            if fault is not None:
+                yield node.lineno, fault
 
 
-def _find_fault(node: ast.AST) -> str | None:
+def _find_fault(node: ast.expr | ast.stmt) -> str | None:
     if isinstance(node, ast.IfExp) and _holds(node, ast.IfExp):
         return "a conditional expression inside another: write `if` statements"
     if isinstance(node, ast.Lambda) and _holds(node, ast.IfExp, *COMPREHENSIONS):
@@ -35,13 +38,15 @@ def _find_fault(node: ast.AST) -> str | None:
     return None
 
 
-def _find_comprehension_fault(node: ast.expr) -> str | None:
-    if _holds(node, *COMPREHENSIONS):
-        return "a comprehension inside another: name the inner one, or write a loop"
-    if _holds(node, ast.IfExp, ast.NamedExpr):
-        return "a conditional expression or `:=` inside a comprehension: write a loop"
-    if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_LINES:
-        return f"a comprehension of more than {MOST_LINES} lines: write a loop"
+def _find_comprehension_fault(node: Comprehension) -> str | None:
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if _holds(node, ast.NamedExpr):
+        return "`:=` inside a comprehension: write a loop"
+    if lines > 1 and _holds(node, ast.IfExp, *COMPREHENSIONS):
+        return "a comprehension inside another, or with a conditional expression: write a loop"
+    conditions = [test for loop in node.generators for test in loop.ifs]
+    if lines > MOST_LINES and conditions:
+        return f"a comprehension with a condition on more than {MOST_LINES} lines: write a loop"
     return None
 
 

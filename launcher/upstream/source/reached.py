@@ -12,7 +12,8 @@ from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import reads
 from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Module, Sources
-from launcher.upstream.source.values import FUNCTIONS, ClassKey
+from launcher.upstream.source.syntax import FUNCTIONS
+from launcher.upstream.source.values import ClassKey
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Sequence
 
 from launcher.upstream.source.packages import Module, Sources
-from launcher.upstream.source.values import parameters_of
+from launcher.upstream.source.syntax import parameters_of
 
 
 def keys_of(sources: Sources, where: str, name: str) -> set[str]:

@@ -133,9 +133,7 @@ def _move(
     finally:
         shutil.rmtree(place, ignore_errors=True)
     names = cited.commits_of_rules()
-    confirmed_commits = [
-        commit for commit in trees if any(commit.startswith(confirmed) for confirmed in names)
-    ]
+    confirmed_commits = [commit for commit in trees if commit.startswith(names)]
     later = cited.later_than(commits.new, confirmed_commits, commits.repository)
     reviewed = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
     gitlink = {SUBMODULE: commits.new} if _is_submodule(clone) else {}

@@ -52,8 +52,12 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
         if isinstance(value, ast.Name):
             value = assigned.get(value.id, value)
         items = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
-        keys = [sources.resolve_class(inside, item) for item in items]
-        classes = [(key[0].name, key[1].name) for key in keys if key is not None]
+        classes = []
+        for item in items:
+            key = sources.resolve_class(inside, item)
+            if key is not None:
+                owner, node = key
+                classes.append((owner.name, node.name))
         if len(classes) == len(items):
             return classes
     raise LookupError(f"{script} hands its parser no dataclasses")

@@ -153,13 +153,11 @@ def _read_trees(commits: pin.Commits) -> dict[str, SourceFiles]:
         if commit is None:
             message = f"{repository.root} lacks {name}, at which rules were confirmed"
             help = f"git -C {repository.root} fetch origin {name}"
-            findings.append(
-                launch_finding("error", "unknown-commit", message, help, file=str(repository.root))
-            )
+            file = str(repository.root)
+            findings.append(launch_finding("error", "unknown-commit", message, help, file=file))
         else:
-            trees[commit] = SourceFiles(
-                {cited.PACKAGE: CommitTree(repository, commit, cited.PACKAGE)}
-            )
+            tree = CommitTree(repository, commit, cited.PACKAGE)
+            trees[commit] = SourceFiles({cited.PACKAGE: tree})
     if findings:
         raise NotReady(findings)
     return trees

@@ -9,7 +9,7 @@ from dataclasses import field
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
 from launcher.upstream.source.lookup import Lookup
-from launcher.upstream.source.record import UNSURE, Record, Spot
+from launcher.upstream.source.record import UNSURE, Spot, WalkRecord
 from launcher.upstream.source.syntax import root_of
 from launcher.upstream.source.values import DEFAULT, Args, Frame, Text, Values
 
@@ -22,7 +22,7 @@ class _Inexpressible(Exception):
 class Branches(Lookup):
     """Says an expression over argument names, where it is one."""
 
-    record: Record = field(kw_only=True)
+    record: WalkRecord = field(kw_only=True)
 
     def value(self, node: ast.expr, at: Spot) -> Values:
         """What an expression may hold; see `Expressions`."""

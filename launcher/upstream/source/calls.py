@@ -10,10 +10,9 @@ from dataclasses import field, replace
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source.expressions import Expressions
 from launcher.upstream.source.lookup import Method
-from launcher.upstream.source.packages import Module
+from launcher.upstream.source.packages import Module, methods_of
 from launcher.upstream.source.record import UNSURE, Guards, Spot
 from launcher.upstream.source.syntax import (
-    FUNCTIONS,
     LOGS,
     SHOWS,
     FunctionNode,
@@ -37,6 +36,7 @@ from launcher.upstream.source.values import (
     Items,
     ModuleValue,
     Object,
+    Super,
     Text,
     Value,
     Values,
@@ -68,6 +68,8 @@ _MAX_DEPTH = 60
 
 @dataclass(slots=True)
 class Calls(Expressions):
+    """Adds calls: a function is walked once for what it gets, under the weakest conditions."""
+
     script: Module = field(kw_only=True)
     recorders: frozenset[str] = frozenset()
     # the functions that were walked, each with its module
@@ -105,7 +107,7 @@ class Calls(Expressions):
         self, function: ast.expr, targets: Values, arguments: CallArguments, at: Spot
     ) -> Values:
         """What a call returns whose function may be any of `targets`."""
-        callables = [v for v in targets if isinstance(v, Function | Class | Object)]
+        callables = [value for value in targets if isinstance(value, Function | Class | Object)]
         if not callables:
             return self._call_unknown(function, arguments, at)
         if UNKNOWN in targets:
@@ -161,7 +163,7 @@ class Calls(Expressions):
         """A call of Python's own functions or of the parser; None for any other."""
         match node.func, node.args:
             case ast.Name(id="super"), []:
-                return self.named(at.frame.module, "super", at.frame)
+                return _find_super(at.frame)
             case ast.Name(id="getattr" | "hasattr"), [_, _, *_]:
                 return self._call_getattr(node, at)
             case ast.Name(id="setattr" | "delattr"), [_, _, *_]:
@@ -296,24 +298,21 @@ class Calls(Expressions):
             return set()
         if target.node in self._active:
             env = {name: without_texts(values) for name, values in env.items()}
-        visible: set[tuple[str, Values]] = set()
-        if target.scope is not None:
-            for name in shape.mentioned:
-                values = target.scope.find(name)
-                if values:
-                    visible.add((name, values))
-        key = (target, frozenset(env.items()), frozenset(visible))
+        visible = _find_visible(target, shape)
+        key = (target, frozenset(env.items()), frozenset(visible.items()))
         returned = self._returns.setdefault(key, set())
         earlier = self._walked.setdefault(key, [])
-        if self._depth <= _MAX_DEPTH and not any(seen <= guards for seen in earlier):
-            if len(earlier) >= _MAX_GUARDS:
-                guards = frozenset.intersection(*earlier, guards) | UNSURE
-            if shape.generator or isinstance(target.node, ast.AsyncFunctionDef):
-                guards |= UNSURE
-            earlier.append(guards)
-            frame = self._open_frame(target, env)
-            frame.returned = returned
-            self._run_body(target.node, Spot(frame, guards))
+        is_covered = any(seen <= guards for seen in earlier)
+        if is_covered or self._depth > _MAX_DEPTH:
+            return set(returned)
+        if len(earlier) >= _MAX_GUARDS:
+            guards = frozenset.intersection(*earlier, guards) | UNSURE
+        if shape.generator or isinstance(target.node, ast.AsyncFunctionDef):
+            guards |= UNSURE
+        earlier.append(guards)
+        frame = self._open_frame(target, env)
+        frame.returned = returned
+        self._run_body(target.node, Spot(frame, guards))
         return set(returned)
 
     def _concerns(self, target: Function, shape: FunctionShape, env: dict[str, Values]) -> bool:
@@ -348,6 +347,7 @@ class Calls(Expressions):
         return frame
 
     def _run_body(self, node: FunctionNode, at: Spot) -> None:
+        """Walk the body of a function that is called; afterwards its caller's names hold again."""
         frame = at.frame
         self.ran[node] = frame.module
         around = frame.env
@@ -369,30 +369,34 @@ class Calls(Expressions):
             self._active.remove(node)
 
     def _bind_parameters(self, target: Function, arguments: CallArguments) -> dict[str, Values]:
+        """What the parameters of a function hold in a call, `*args` and `**kwargs` too."""
         signature = target.node.args
+        rest = arguments.rest
         positional = list(arguments.positional)
         if target.bound is not None:
             positional.insert(0, frozenset({target.bound}))
         places = [*signature.posonlyargs, *signature.args]
         passed = {p.arg: values for p, values in zip(places, positional, strict=False)}
-        unnamed = dict(arguments.named)
+        # those that no parameter is named after
+        named = dict(arguments.named)
         env: dict[str, Values] = {}
         for parameter in parameters_of(signature):
             name = parameter.arg
-            values = unnamed.pop(name, None) or passed.get(name, NOTHING)
-            if arguments.rest and not values:
-                values = arguments.rest | {UNKNOWN}
-            env[name] = values if values - {UNKNOWN} else self.annotated(parameter, target.module)
+            values = named.pop(name, None) or passed.get(name, NOTHING)
+            if rest and not values:
+                values = rest | {UNKNOWN}
+            if not values - {UNKNOWN}:
+                values = self.annotated(parameter, target.module)
+            env[name] = values
+        further = positional[len(places) :]
+        if rest:
+            further.append(rest)
+            named[""] = rest
         if signature.vararg is not None:
-            items = positional[len(places) :]
-            if arguments.rest:
-                items.append(arguments.rest)
-            exact = not arguments.rest
-            env[signature.vararg.arg] = frozenset({Container(tuple(items), exact)})
+            items = Container(tuple(further), exact=not rest)
+            env[signature.vararg.arg] = frozenset({items})
         if signature.kwarg is not None:
-            if arguments.rest:
-                unnamed[""] = arguments.rest
-            env[signature.kwarg.arg] = mapping_of(unnamed)
+            env[signature.kwarg.arg] = mapping_of(named)
         return env
 
     def _create_instance(
@@ -413,16 +417,16 @@ class Calls(Expressions):
         if self.keeps(key):
             # whoever gets an object that keeps the arguments may call any of its methods
             for _, _, method in self._list_methods(key):
-                if method.name != "__init__":
-                    for function in self.bound(instance, method.name):
-                        self.call(function, CallArguments(), guards | UNSURE)
+                if method.name == "__init__":
+                    continue
+                for function in self.bound(instance, method.name):
+                    self.call(function, CallArguments(), guards | UNSURE)
         return {instance}
 
     def _list_methods(self, key: ClassKey) -> Iterator[Method]:
         for module, owner in self.order(key):
-            for statement in owner.body:
-                if isinstance(statement, FUNCTIONS):
-                    yield module, owner, statement
+            for _, method in methods_of(owner):
+                yield module, owner, method
 
     def _look_through(self, module: Module, node: FunctionNode) -> None:
         """A function that gets no arguments may still name classes that will get them."""
@@ -430,7 +434,7 @@ class Calls(Expressions):
             return
         self._visited.add(node)
         for name in sorted(self.shape(node).names):
-            for value in self.named(module, name, None):
+            for value in self.named(module, name):
                 if isinstance(value, Function) and value.module is module:
                     self._look_through(module, value.node)
 
@@ -452,3 +456,23 @@ class Calls(Expressions):
                 if any(parameter.arg in taken for parameter in parameters_of(method.args)):
                     function = Function(module, method, Object(key), owner)
                     self.call(function, CallArguments(named=taken), UNSURE)
+
+
+def _find_visible(target: Function, shape: FunctionShape) -> dict[str, Values]:
+    """What a function inside a function sees of the names around it."""
+    visible: dict[str, Values] = {}
+    if target.scope is not None:
+        for name in shape.mentioned:
+            values = target.scope.find(name)
+            if values:
+                visible[name] = values
+    return visible
+
+
+def _find_super(frame: Frame) -> Values:
+    """What `super()` stands for in a method, or in a function inside one."""
+    for outer in frame.chain():
+        function = outer.function
+        if function is not None and function.owner and function.bound:
+            return frozenset({Super(function.bound, function.owner)})
+    return NOTHING

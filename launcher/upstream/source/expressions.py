@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 
 from launcher.lazy_dataclass import dataclass
@@ -84,11 +84,11 @@ class Expressions(Branches):
     def value(self, node: ast.expr, at: Spot) -> Values:
         """What an expression may hold; records the arguments that it reads."""
         match node:
-            case ast.Constant(value=value):
-                return frozenset({DEFAULT}) if value is None else NOTHING
+            case ast.Constant(value=None):
+                return frozenset({DEFAULT})
             case ast.Name(id=name):
                 values = at.frame.find(name)
-                return self.named(at.frame.module, name, at.frame) if values is None else values
+                return self.named(at.frame.module, name) if values is None else values
             case ast.Attribute(value=owner, attr=name):
                 return self.part(self.value(owner, at), name, node, at)
             case ast.Call():
@@ -210,7 +210,8 @@ class Expressions(Branches):
                 case Items(index):
                     text = self.find_constant_text(key, at.frame)
                     if text is not None:
-                        results.append(self.part(frozenset({Args(index)}), text, node, at))
+                        owner = frozenset[Value]({Args(index)})
+                        results.append(self.part(owner, text, node, at))
                 case Unknown() | Text():
                     continue
                 case _:
@@ -235,37 +236,41 @@ class Expressions(Branches):
 
     def part(self, owners: Values, name: str, node: ast.AST, at: Spot) -> Values:
         """What an attribute of these values may hold."""
-        results: list[Iterable[Value]] = []
+        parts: list[Values] = []
         for owner in owners:
-            match owner:
-                case Args() if name in self.record.fields:
-                    self.record.add_read(name, node, at)
-                    results.append({Text(self.record.version_name(name))})
-                case Super(bound=bound, owner=after):
-                    results.append(self._read_properties(self.bound(bound, name, after), at))
-                case Args():
-                    results.append(self._read_properties(self.bound(owner, name), at))
-                case Object(key) | Class(key):
-                    methods = self._read_properties(self.bound(owner, name), at)
-                    results.append(methods | self.stored(key, name))
-                case ModuleValue(module):
-                    results.append(self._find_in_module(module, name))
-                case Container():
-                    # of what `with` gets from a generator, or of something that holds it
-                    inner = contents({owner})
-                    of_entry = self.part(inner, name, node, at) if inner else inner
-                    results.append(inner | of_entry)
-                case Default() | Unknown():
-                    continue
-                case _:
-                    results.append(NOTHING)
-        values = merged(*results)
-        return values | {UNKNOWN} if values and UNKNOWN in owners else values
+            if not isinstance(owner, Default | Unknown):
+                parts.append(self._read_part(owner, name, node, at))
+        values = merged(*parts)
+        if values and UNKNOWN in owners:
+            values |= {UNKNOWN}
+        return values
+
+    def _read_part(self, owner: Value, name: str, node: ast.AST, at: Spot) -> Values:
+        match owner:
+            case Args() if name in self.record.fields:
+                self.record.add_read(name, node, at)
+                return frozenset({Text(self.record.version_name(name))})
+            case Args():
+                return self._read_properties(self.bound(owner, name), at)
+            case Super(bound=bound, owner=after):
+                return self._read_properties(self.bound(bound, name, after), at)
+            case Object(key) | Class(key):
+                methods = self._read_properties(self.bound(owner, name), at)
+                return methods | self.stored(key, name)
+            case ModuleValue(module):
+                return self._find_in_module(module, name)
+            case Container():
+                # of what `with` gets from a generator, or of something that holds it
+                inner = contents({owner})
+                return inner | self.part(inner, name, node, at)
+        return NOTHING
 
     def _find_in_module(self, module: Module, name: str) -> Values:
-        values = self.named(module, name, None)
-        submodule = None if values else self.sources.submodule(module, name)
-        return values if submodule is None else frozenset({ModuleValue(submodule)})
+        values = self.named(module, name)
+        if values:
+            return values
+        submodule = self.sources.submodule(module, name)
+        return NOTHING if submodule is None else frozenset({ModuleValue(submodule)})
 
     def _read_properties(self, values: set[Value], at: Spot) -> Values:
         """The methods among `values` that are properties, read: what they return."""
@@ -277,13 +282,8 @@ class Expressions(Branches):
                 results |= self.call(value, CallArguments(), at.guards)
         return frozenset(results)
 
-    def named(self, module: Module, name: str, frame: Frame | None) -> Values:
+    def named(self, module: Module, name: str) -> Values:
         """What a name of a module stands for: a function, a class, a module, a table of them."""
-        if name == "super" and frame is not None:
-            for outer in frame.chain():
-                function = outer.function
-                if function is not None and function.owner and function.bound:
-                    return frozenset({Super(function.bound, function.owner)})
         values = frozenset(self.globals.get((module, name), ()))
         origin = self.sources.resolve(module, name)
         if origin is None:
@@ -303,17 +303,19 @@ class Expressions(Branches):
         """A table or list of functions and classes on the level of a module."""
         key = (module, name)
         if key not in self._tables:
+            # for a table that names itself
             self._tables[key] = NOTHING
-            value = module.constants[name]
-            if isinstance(value, _TABLES):
-                frame = Frame(module, self.shape(module.tree))
+            table = module.constants[name]
+            if isinstance(table, _TABLES):
+                at = Spot(Frame(module, self.shape(module.tree)), ANYHOW)
                 with self.record.muted():
-                    self._tables[key] = self.value(value, Spot(frame, ANYHOW))
+                    self._tables[key] = self.value(table, at)
         return self._tables[key]
 
     # assignments
 
     def store(self, target: ast.expr, values: Values, at: Spot) -> None:
+        """Assign to a name, an attribute, an entry, or several of them."""
         match target:
             case ast.Name(id=name):
                 self._store_name(name, values, at.frame)
@@ -346,6 +348,7 @@ class Expressions(Branches):
         frame.env[name] = values
 
     def put(self, value: Value, name: str, values: Values) -> None:
+        """Assign to an attribute of a value."""
         match value:
             case Args():
                 self.record.add_write(name)
@@ -353,6 +356,7 @@ class Expressions(Branches):
                 self.keep(key, name, values)
 
     def put_into(self, owner: ast.expr, values: Values, frame: Frame) -> None:
+        """Add values to the container that an expression names."""
         if not self.carries(values):
             return
         entry = listed(objects(values))

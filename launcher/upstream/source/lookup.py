@@ -10,15 +10,8 @@ from typing import Any, TypeVar
 
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
-from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
-from launcher.upstream.source.packages import Module, Sources, enum_members, mark
-from launcher.upstream.source.syntax import (
-    FUNCTIONS,
-    FunctionNode,
-    FunctionShape,
-    parameters_of,
-    shape_of,
-)
+from launcher.upstream.source.packages import Definition, Module, Sources, enum_members, mark
+from launcher.upstream.source.syntax import FunctionNode, FunctionShape, parameters_of, shape_of
 from launcher.upstream.source.values import (
     ANY,
     NOTHING,
@@ -35,7 +28,7 @@ from launcher.upstream.source.values import (
     without_texts,
 )
 
-Method = tuple[Module, ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]
+Method = tuple[Module, ast.ClassDef, Definition]
 _Answer = TypeVar("_Answer")
 
 
@@ -100,7 +93,7 @@ class Lookup:
             order = order[nodes.index(after) + 1 :]
         for module, node in order:
             for statement in reversed(node.body):
-                if not isinstance(statement, FUNCTIONS) or statement.name != name:
+                if not isinstance(statement, Definition) or statement.name != name:
                     continue
                 if "setter" not in map(mark, statement.decorator_list):
                     return module, node, statement
@@ -109,8 +102,10 @@ class Lookup:
     def bound(self, value: Value, name: str, after: ast.ClassDef | None = None) -> set[Value]:
         """The method of an object or class, with what its first parameter holds."""
         key = self.class_of(value)
-        method = None if key is None else self.method(key, name, after)
-        if key is None or method is None:
+        if key is None:
+            return set()
+        method = self.method(key, name, after)
+        if method is None:
             return set()
         module, owner, node = method
         marks = [mark(decorator) for decorator in node.decorator_list]
@@ -159,22 +154,25 @@ class Lookup:
     @remembered
     def literal(self, module: Module, node: ast.expr) -> ast.Constant | ast.Tuple | None:
         """A constant or a member of an enum, by its value; several of them as a tuple."""
-        if isinstance(node, ast.Attribute):
-            return self._find_literal_attribute(module, node)
-        if isinstance(node, ast.Name):
-            origin = self.sources.resolve(module, node.id)
-            if origin is None or origin[1] in self.shape(origin[0].tree).globals:
-                return None
+        match node:
+            case ast.Attribute():
+                return self._find_literal_attribute(module, node)
+            case ast.Name(id=name):
+                origin = self.sources.resolve(module, name)
+                if origin is None or self._is_reassigned(*origin):
+                    return None
         value = self.sources.evaluate(module, node)
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(v, str | int | float) for v in value)
-        ):
+        if isinstance(value, list) and value:
+            if not all(isinstance(item, str | int | float) for item in value):
+                return None
             return ast.Tuple([ast.Constant(item) for item in value], ast.Load())
-        if value is NO_VALUE or not isinstance(value, str | int | float | bool | None):
-            return None
-        return ast.Constant(value)
+        if isinstance(value, str | int | float | None):
+            return ast.Constant(value)
+        return None
+
+    def _is_reassigned(self, module: Module, name: str) -> bool:
+        """Whether a function declares a name of its module as `global`."""
+        return name in self.shape(module.tree).globals
 
     def _find_literal_attribute(
         self, module: Module, node: ast.Attribute
@@ -182,9 +180,7 @@ class Lookup:
         owner = self.sources.module_of(module, node.value)
         if owner is not None:
             return self.literal(owner, ast.Name(node.attr, ast.Load()))
-        members = self.members(module, node.value)
-        if members is None:
-            return None
+        members = self.members(module, node.value) or {}
         member = members.get(node.attr)
         return ast.Constant(member) if isinstance(member, str | int | float) else None
 

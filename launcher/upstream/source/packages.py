@@ -15,6 +15,7 @@ from typing import Any
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
 UNKNOWN: Any = object()
 """What `evaluate` returns for an expression that only running the module could tell."""
 _MAX_IMPORTS = 20
@@ -66,8 +67,14 @@ class Module:
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
-    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
+    functions: dict[str, Definition] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
+
+    def definitions(self) -> Iterator[tuple[str, Definition]]:
+        """The functions and methods, by their qualified names."""
+        yield from self.functions.items()
+        for owner in self.classes.values():
+            yield from methods_of(owner)
 
     def bind(self, node: ast.stmt) -> None:
         """Enter the names that a statement binds; of several bindings the last counts."""
@@ -112,6 +119,13 @@ class Module:
         if node.module:
             parts.append(node.module)
         return ".".join(parts)
+
+
+def methods_of(owner: ast.ClassDef) -> Iterator[tuple[str, Definition]]:
+    """The methods that a class itself defines, by their qualified names."""
+    for statement in owner.body:
+        if isinstance(statement, Definition):
+            yield f"{owner.name}.{statement.name}", statement
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from launcher.upstream.schema import Field, Path, Read, Refusal
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, mark
-from launcher.upstream.source.record import UNSURE, Guards, Passed, Record
+from launcher.upstream.source.record import UNSURE, Guards, Passed, WalkRecord
 from launcher.upstream.source.statements import Walk
 from launcher.upstream.source.values import ClassKey
 
@@ -125,7 +125,7 @@ def walked(
     walk = Walk(
         sources,
         [_find_class(sources, *names) for names in classes],
-        record=Record(frozenset(fields)),
+        record=WalkRecord(frozenset(fields)),
         script=_find_script(sources, script),
         recorders=frozenset(recorders),
     )
@@ -151,7 +151,7 @@ def _find_class(sources: Sources, module_name: str, name: str) -> ClassKey:
     return module, module.classes[name]
 
 
-def _list_reads(record: Record, name: str) -> tuple[Read, ...]:
+def _list_reads(record: WalkRecord, name: str) -> tuple[Read, ...]:
     reads: list[Read] = []
     for where, alternatives in record.reads.get(name, {}).items():
         ways = {_keep_file_conditions(record, guards) for guards in alternatives}
@@ -163,7 +163,7 @@ def _list_reads(record: Record, name: str) -> tuple[Read, ...]:
     return tuple(reads)
 
 
-def _keep_file_conditions(record: Record, guards: Guards) -> frozenset[str]:
+def _keep_file_conditions(record: WalkRecord, guards: Guards) -> frozenset[str]:
     """The conditions that a stage file decides: not those on what the script itself changes."""
     kept = _without_passed(guards - UNSURE)
     return conditions.simplified(filter(record.stands, kept))
@@ -173,7 +173,7 @@ def _without_passed(guards: Guards) -> Guards:
     return frozenset(text for text in guards if not isinstance(text, Passed))
 
 
-def _list_refusals(record: Record) -> tuple[Refusal, ...]:
+def _list_refusals(record: WalkRecord) -> tuple[Refusal, ...]:
     """The `raise` statements that arguments alone lead to, with all that it takes to get there."""
     refusals: list[Refusal] = []
     for where, alternatives in record.refusals.items():

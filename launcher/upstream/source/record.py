@@ -48,7 +48,7 @@ class Spot:
 
 
 @dataclass(slots=True)
-class Record:
+class WalkRecord:
     """What one walk has met so far. `fields` are the arguments' names.
 
     `reads` and `refusals` are by place; `silent` while what is read does not count.
@@ -103,7 +103,8 @@ class Record:
             if conditions.negated(guard) in at.guards:
                 rivals |= _find_arguments(guard)
         shadow = Shadow(where=at.place(node), by=tuple(sorted(rivals)))
-        for name in _find_arguments(text or PERHAPS) - rivals:
+        tested = set() if text is None else _find_arguments(text)
+        for name in tested - rivals:
             self.shadows[name] = shadow
 
     def add_write(self, name: str) -> None:
@@ -148,7 +149,7 @@ def _are_passed(guards: Guards) -> bool:
 
 
 def _strip_version(name: str) -> str:
-    """The argument of a name in conditions; see `Record.version_name`."""
+    """The argument of a name in conditions; see `WalkRecord.version_name`."""
     return name.partition("·")[0]
 
 

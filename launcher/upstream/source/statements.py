@@ -12,10 +12,9 @@ from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
 from launcher.upstream.source.calls import Calls
 from launcher.upstream.source.lookup import remembered
-from launcher.upstream.source.packages import Module, mark
+from launcher.upstream.source.packages import Definition, Module, mark
 from launcher.upstream.source.record import ANYHOW, UNSURE, Passed, Spot
 from launcher.upstream.source.syntax import (
-    FUNCTIONS,
     LOOPS,
     may_leave,
     only_complains,
@@ -36,7 +35,7 @@ from launcher.upstream.source.values import (
     without_texts,
 )
 
-_DEFINES = FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom
+_DEFINES = Definition | ast.ClassDef | ast.Import | ast.ImportFrom
 _LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
 
 
@@ -126,7 +125,7 @@ class Walk(Calls):
                 scratch = Module(module.name, module.label, module.tree)
                 scratch.bind(node)
                 for name in (*scratch.imports, *scratch.modules):
-                    at.frame.env[name] = self.named(scratch, name, at.frame)
+                    at.frame.env[name] = self.named(scratch, name)
             case _:
                 self.walk_children(node, at)
 

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 
 from launcher.lazy_dataclass import dataclass
-from launcher.upstream.source.packages import mark
+from launcher.upstream.source.packages import Definition, mark
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+FunctionNode = Definition | ast.Lambda
 LOOPS = ast.For | ast.AsyncFor | ast.While
 LOGS = frozenset("debug info warning warning_once warning_rank0 error exception critical".split())
 """Methods of a logger."""

@@ -203,12 +203,15 @@ def shallow(values: Values) -> Values:
 
 
 def _measure_depth(value: Value) -> int:
+    inside: Values = NOTHING
     match value:
         case Container(items=items):
-            return 1 + max((_measure_depth(inner) for part in items for inner in part), default=0)
+            inside = NOTHING.union(*items)
         case Function(bound=Value() as bound):
-            return 1 + _measure_depth(bound)
-    return 0
+            inside = frozenset({bound})
+        case _:
+            return 0
+    return 1 + max(map(_measure_depth, inside), default=0)
 
 
 def entries(values: Values) -> Values:
@@ -268,8 +271,8 @@ def unpack(values: Values, index: int) -> Values:
 def pick_entry(container: Container, key: ast.expr) -> Values:
     items = container.items
     match key:
-        case ast.Constant(value=int() as index):
-            if container.exact and -len(items) <= index < len(items):
+        case ast.Constant(value=int() as index) if container.exact:
+            if -len(items) <= index < len(items):
                 return items[index]
         case ast.Constant(value=str() as name) if name in container.pairs:
             return container.pairs[name]

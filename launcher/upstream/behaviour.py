@@ -513,14 +513,9 @@ def _find_function_text(sources: Sources, file: str, function: str) -> str | Non
     module = sources.module_at(file)
     if module is None:
         return None
-    owner, _, name = function.rpartition(".")
-    if not owner:
-        node = module.functions.get(name)
-        return None if node is None else functions.normalised(node)
-    kind = module.classes.get(owner)
-    for statement in [] if kind is None else kind.body:
-        if getattr(statement, "name", None) == name:
-            return functions.normalised(statement)
+    for name, node in module.definitions():
+        if name == function:
+            return functions.normalised(node)
     return None
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from launcher.machine.git import Repository
     from launcher.upstream.source.packages import Sources
 
-SFT, DPO, DPO_OLMO_CORE = "sft", "dpo", "dpo_olmo_core"
+SFT = "sft"
+DPO = "dpo"
+DPO_OLMO_CORE = "dpo_olmo_core"
 _TRANSFORMATION = "open_instruct/dataset_transformation.py"
 _OLMO_CORE_UTILS = "open_instruct/olmo_core_utils.py"
 _DPO_UTILS = "open_instruct/dpo_utils.py"

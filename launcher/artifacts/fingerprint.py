@@ -69,6 +69,10 @@ class Fingerprint:
     files: tuple[FilePrint, ...] = ()
     revision: str | None = None
 
+    def digests(self) -> dict[str, str]:
+        """The digest of each file, by its name."""
+        return {file.name: file.digest for file in self.files}
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "files": list(map(asdict, self.files))}
 

@@ -9,7 +9,7 @@ that with the arguments tells, without starting anything, whether a run would fi
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from launcher.cache import folders, keys
 from launcher.paths import exists, is_dir, is_file
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
+from launcher.upstream.schema import Values
 
 # dataset_transformation.py::TokenizerConfig.tokenizer[filenames=]
 _HASHED = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json")
@@ -28,9 +29,11 @@ _REVISION = "main"
 
 def hit(folder: Path, plan: Plan) -> Path | None:
     """The complete entry that a run would take; None if there is none."""
-    expected = key(plan)
     cache = folders.opened(folder)
-    for name in cache.entries() if cache else ():
+    if cache is None:
+        return None
+    expected = key(plan)
+    for name in cache.entries():
         if _matches(rundir.read_json(folder / name / "config.json"), expected):
             return folder / name
     return None
@@ -48,48 +51,63 @@ def _matches(config: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     if len(data) != len(expected["data"]):
         return False
     for entry, requested in zip(data, expected["data"], strict=True):
-        if any(entry.get(name) != value for name, value in requested.items()):
-            return False
+        for name, value in requested.items():
+            if entry.get(name) != value:
+                return False
     return True
 
 
 def key(plan: Plan) -> dict[str, Any]:
     """What upstream's key would be made of now, as it is in `config.json`."""
-    values = plan.values
-    entry = plan.stage.entry
-    prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
+    key = {"tokenizer": _describe_tokenizer(plan.values), "data": list(_describe_data(plan))}
+    plain: dict[str, Any] = json.loads(json.dumps(key, default=str))
+    return plain
+
+
+def _describe_tokenizer(values: Values) -> dict[str, object]:
     tokenizer = {field: values[field] for field in _TOKENIZER_FIELDS if field in values}
     name = values.get("tokenizer_name_or_path") or values.get("model_name_or_path")
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     tokenizer["tokenizer_name_or_path"] = name
     tokenizer["tokenizer_revision"] = revision
     tokenizer["tokenizer_files_hash"] = [_hash_file(str(name), revision, file) for file in _HASHED]
-    splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
+    return tokenizer
+
+
+def _describe_data(plan: Plan) -> Iterator[dict[str, object]]:
+    """What upstream's key holds of each data set of a mix."""
+    values = plan.values
+    entry = plan.stage.entry
+    prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     columns = values.get(f"{prefix}target_columns")
     if entry.tokenising is not None:
         columns = list(entry.tokenising.columns)
-    listed = values.get(entry.names.data)
-    words = listed if isinstance(listed, list) else []
+    words = values.get(entry.names.data)
+    if not isinstance(words, list):
+        return
+    splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
     if len(splits) == 1:
         splits *= len(words)
-    data = []
+    # words and splits have a place for each name and one for its amount
     for at in range(0, min(len(words) - 1, len(splits)), 2):
-        amount = str(words[at + 1])
-        data.append(
-            {
-                "dataset_name": words[at],
-                "dataset_split": splits[at],
-                "dataset_revision": _REVISION,
-                "transform_fn": values.get(f"{prefix}transform_fn"),
-                "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
-                "target_columns": columns,
-                "frac_or_num_samples": float(amount) if "." in amount else int(amount),
-                "dataset_commit_hash": _find_commit(str(words[at])),
-            }
-        )
-    text = json.dumps({"tokenizer": tokenizer, "data": data}, default=str)
-    plain: dict[str, Any] = json.loads(text)
-    return plain
+        name = words[at]
+        yield {
+            "dataset_name": name,
+            "dataset_split": splits[at],
+            "dataset_revision": _REVISION,
+            "transform_fn": values.get(f"{prefix}transform_fn"),
+            "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
+            "target_columns": columns,
+            "frac_or_num_samples": _parse_amount(str(words[at + 1])),
+            "dataset_commit_hash": _find_commit(str(name)),
+        }
+
+
+def _parse_amount(text: str) -> float:
+    """A share of the rows has a point, a number of rows has none."""
+    if "." in text:
+        return float(text)
+    return int(text)
 
 
 def _find_commit(name: str) -> str | None:

@@ -121,7 +121,9 @@ def _enter_reference(setup: Setup, ledger: Ledger) -> None:
     half = activations.logits(shape, batch, HALF)
     full = activations.logits(shape, batch, FULL)
     if setup.sharding is None:
-        width = FULL if setup.wide and setup.quantised is not None else HALF
+        width = HALF
+        if setup.wide and setup.quantised is not None:
+            width = FULL
         keys = 2 * width * shape.layers * shape.key * batch.tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
         last = activations.passing(setup, batch)
@@ -190,21 +192,24 @@ def _enter_backward(setup: Setup, ledger: Ledger) -> None:
     if setup.adapters is None and (shape.tied or setup.sharding is not None):
         # a tied one waits for the embedding's; under FSDP any: it is the root's
         live |= {LAYER, *BUCKETS}
-    name = "output layer's gradient"
-    ledger.add(live, "gradients", name, width * shape.embedding, f"{width}VH")
+    size = width * shape.embedding
+    ledger.add(live, "gradients", "output layer's gradient", size, f"{width}VH")
     if setup.loss in {"full", "logprobs"}:
         # until the weight's is made
         half = activations.logits(shape, batch, HALF)
         ledger.add({OUTPUT}, "logits", "gradient of the logits (bf16)", *half)
-    ledger.add({LAYER}, "activations", "gradients inside a layer", activations.backward(setup))
+    inside = activations.backward(setup)
+    ledger.add({LAYER}, "activations", "gradients inside a layer", inside)
     if setup.quantised is None:
         return
     # a linear weight while it is multiplied with, in its former type and cast, before or behind the
     # MLP's gradients: what it has more
     state = setup.weight_bytes
-    element = HALF if state == HALF else HALF + FULL
+    element = HALF
+    if state != HALF:
+        element += FULL
     widest = shape.widest_linear
-    size = element * widest - 2 * state * shape.intermediate * batch.tokens
+    weight = element * widest - 2 * state * shape.intermediate * batch.tokens
     why = f"{element} x {widest:,} - {2 * state}IT"
     source = "bitsandbytes/autograd/_functions.py"
-    ledger.add({LAYER}, "weights", "one weight, dequantised", size, why, source)
+    ledger.add({LAYER}, "weights", "one weight, dequantised", weight, why, source)

@@ -32,6 +32,7 @@ _WIDEST = 1.5
 _STEPS = 8192  # different lengths of such rows, at most
 _PAIRS = 20_000  # of packed rows
 _NORMAL = NormalDist()
+_MIDDLES_OF_QUARTERS = (0.125, 0.375, 0.625, 0.875)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +174,8 @@ def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     real = math.ceil(rows * lengths.mean)
     if packed:
         return MicroBatch(rows=1, width=real, real=real)
-    # the mean of a maximum, from its quartiles
-    shares = [share ** (1 / rows) for share in (1 / 8, 3 / 8, 5 / 8, 7 / 8)]
+    # the mean of a maximum, from the middles of its quarters
+    shares = [middle ** (1 / rows) for middle in _MIDDLES_OF_QUARTERS]
     longest = sum(lengths.quantiles(shares)) / 4
     width = max(math.ceil(longest), math.ceil(lengths.mean))
     return MicroBatch(rows=rows, width=width, real=min(real, rows * width))

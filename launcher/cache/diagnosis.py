@@ -28,6 +28,14 @@ _MOST = 12
 
 
 @dataclass(frozen=True, slots=True)
+class _CacheEvent:
+    """What the probe saw of a cache: `hit`, `miss` or `unknown`, and upstream's entry in it."""
+
+    state: str = "unknown"
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class KeyDifference:
     """One thing that changed: what, before and now, and the sentence for people."""
 
@@ -70,26 +78,28 @@ def why(run: RunFolder) -> list[Reason]:
     reasons = []
     for use in own:
         if use.attempt == newest:
-            event = first.get(f"{use.cache.kind}_cache", {})
+            event = first.get(f"{use.cache.kind}_cache", _CacheEvent())
             reasons.append(_explain_use(use, uses, event))
     return reasons
 
 
-def _find_first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+def _find_first_events(run: RunFolder) -> dict[str, _CacheEvent]:
     """What rank 0's probe recorded first of each kind in the newest attempt.
 
     The first look at a cache decides; a later one finds what was just made.
     """
-    first: dict[str, Mapping[str, Any]] = {}
+    first: dict[str, _CacheEvent] = {}
     for event in events.read_events(run.probe / "rank-0.jsonl"):
-        if event["event"] == "start":
+        name = event["event"]
+        if name == "start":
             first = {}
-        first.setdefault(event["event"], event)
+        elif name not in first:
+            first[name] = codec.read_record(_CacheEvent, event)
     return first
 
 
-def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
-    state = str(event.get("state") or "unknown")
+def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: _CacheEvent) -> Reason:
+    state = event.state
     facts = _read_facts(use.cache)
     earlier = [other for other in uses if other.time < use.time and other.owner == use.owner]
     nearest: CacheUse | None = None
@@ -220,9 +230,9 @@ def _shorten(value: Any) -> str:
     return brief(json.dumps(value, default=str))
 
 
-def _compare_neighbours(event: Mapping[str, Any], use: CacheUse) -> list[KeyDifference]:
+def _compare_neighbours(event: _CacheEvent, use: CacheUse) -> list[KeyDifference]:
     """What upstream recorded of this run's entry, against the most similar one in the folder."""
-    entry = Path(str(event.get("path")))
+    entry = Path(event.path)
     folder = entry.parent
     now = _read_upstream_facts(entry)
     if folder != Path(use.cache.path) or not now:

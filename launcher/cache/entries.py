@@ -9,12 +9,13 @@ that with the arguments tells, without starting anything, whether a run would fi
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import model_config
 from launcher.cache import folders, keys
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, is_dir, is_file
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
@@ -25,6 +26,14 @@ _HASHED = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
 _TOKENIZER_FIELDS = (*keys.TOKENIZER_KEY, "use_slow_tokenizer", "tokenizer_name")
 # dataset_transformation.py::load_dataset_configs[dataset_revision]
 _REVISION = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryKey:
+    """What `config.json` of an entry holds of the tokenizer, and of each data set."""
+
+    tokenizer: Mapping[str, Any]
+    data: Sequence[Mapping[str, Any]]
 
 
 def hit(folder: Path, plan: Plan) -> Path | None:
@@ -39,29 +48,31 @@ def hit(folder: Path, plan: Plan) -> Path | None:
     return None
 
 
-def _matches(config: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+def _matches(config: Mapping[str, object], expected: EntryKey) -> bool:
     tokenizer = config.get("tokenizer_config")
     data = config.get("dataset_configs")
     if not isinstance(tokenizer, dict) or not isinstance(data, list):
         return False
     # upstream leaves None out of its key
-    for name, value in expected["tokenizer"].items():
+    for name, value in expected.tokenizer.items():
         if tokenizer.get(name, value) != value:
             return False
-    if len(data) != len(expected["data"]):
+    if len(data) != len(expected.data):
         return False
-    for entry, requested in zip(data, expected["data"], strict=True):
+    for entry, requested in zip(data, expected.data, strict=True):
         for name, value in requested.items():
             if entry.get(name) != value:
                 return False
     return True
 
 
-def key(plan: Plan) -> dict[str, Any]:
-    """What upstream's key would be made of now, as it is in `config.json`."""
-    key = {"tokenizer": _describe_tokenizer(plan.values), "data": list(_describe_data(plan))}
-    plain: dict[str, Any] = json.loads(json.dumps(key, default=str))
-    return plain
+def key(plan: Plan) -> EntryKey:
+    """What upstream's key would be made of now."""
+    tokenizer = _describe_tokenizer(plan.values)
+    data = list(_describe_data(plan))
+    # as it is read back from `config.json`
+    plain = json.loads(json.dumps([tokenizer, data], default=str))
+    return EntryKey(*plain)
 
 
 def _describe_tokenizer(values: Values) -> dict[str, object]:

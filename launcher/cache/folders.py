@@ -234,8 +234,9 @@ def _record_use(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) 
         files.write_json(cache.path / RECORD, record)
     path = str(run.path.absolute())
     use = {"run": path, "time": time.time(), "attempt": attempt, "cache": described}
-    hashed = hashlib.sha256(os.fsencode(path)).hexdigest()
-    files.write_json(uses / f"{hashed[:16]}-{attempt}.json", use)
+    # paths hold slashes, and may be longer than a name
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    files.write_json(uses / f"{name}-{attempt}.json", use)
     rundir.register("caches", cache.path)
 
 

@@ -157,7 +157,9 @@ def _list_data_parts(plan: Plan) -> Iterator[Part]:
     key = plan.stage.entry.names.data
     mixed = mixture.of_values(values, os.environ)
     if mixed is not None:
-        yield from _list_mixture_parts(mixed, values)
+        # a stream is read while it is trained on
+        if values.get("streaming") is not True:
+            yield from _list_mixture_parts(mixed)
         return
     data = values.get(key)
     if isinstance(data, list):
@@ -169,12 +171,10 @@ def _list_data_parts(plan: Plan) -> Iterator[Part]:
         yield Part(role="data", name=data, key=key, config=values.get("dataset_config"))
 
 
-def _list_mixture_parts(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
-    """The sets of a mixture that are on the hub; a stream is read while it is trained on."""
-    if values.get("streaming") is True:
-        return
-    for piece in mixed.sets:
-        entry = piece.entry
+def _list_mixture_parts(mixed: mixture.Mixture) -> Iterator[Part]:
+    """The sets of a mixture, but those that a reader makes of files."""
+    for mixed_set in mixed.sets:
+        entry = mixed_set.entry
         if entry.path not in sources.LOADERS:
             yield Part(
                 role="data",

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from launcher.artifacts.architecture import Shape
 from launcher.plan.memory.phases import (
     BUCKETS,
     EMBEDDING,
@@ -277,15 +278,14 @@ def _enter_zero_1_and_2(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         large = width * shape.embedding
     add({OUTPUT_SENT}, "communication", "large gradient being sent", large, large_why)
     _enter_embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
-    if not on_card:
-        return
-    fullest = max(parts, key=_count_norm_bytes)
-    why = f"2 x {fullest.elements:,.0f}"
-    add({NORM}, "gradients", "gradients of this rank", HALF * fullest.elements, why)
-    wide = 2 * FULL * fullest.largest
-    add({NORM}, "gradients", "one of them in fp64", wide, "8 x the largest", _NORM)
-    add({STEP}, "gradients", "the same, flat", HALF * part, "2P/N", _FLAT)
-    add({STEP}, "gradients", "the same, fp32", FULL * part, "4P/N", _FLAT)
+    if on_card:
+        fullest = max(parts, key=_count_norm_bytes)
+        why = f"2 x {fullest.elements:,.0f}"
+        add({NORM}, "gradients", "gradients of this rank", HALF * fullest.elements, why)
+        wide = 2 * FULL * fullest.largest
+        add({NORM}, "gradients", "one of them in fp64", wide, "8 x the largest", _NORM)
+        add({STEP}, "gradients", "the same, flat", HALF * part, "2P/N", _FLAT)
+        add({STEP}, "gradients", "the same, fp32", FULL * part, "4P/N", _FLAT)
 
 
 def _enter_zero_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: float) -> None:
@@ -455,26 +455,12 @@ def _enter_gathered_weights(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     (deepspeed/runtime/zero/partition_parameters.py::Init._allgather_params_coalesced[_no_gather_coalesced]).
     """
     shape = setup.shape
-    layer = shape.layer_parameters
-    reach = min(zero.reuse, 2 * shape.parameters)
-    # at the loss: from a layer's end to its backward pass lie twice what is after it, and the
-    # output layer
-    left = reach - 2.0 * shape.embedding
-    at_loss = float(shape.embedding)
-    near = math.ceil(left / (2 * layer))
-    count = min(shape.layers, near)
-    if count > 0:
-        # all of them whole but the furthest
-        whole = (count - 1) * layer
-        at_loss += whole + min(left - 2 * whole, layer)
-    if near >= shape.layers and not shape.tied:
-        # the embedding itself, which a tied model has counted
-        at_loss += shape.embedding
+    at_loss = _count_gathered_at_loss(shape, zero)
     in_layer = shape.parameters
     if zero.reuse < 2 * shape.parameters:
         used = shape.widest_linear
         if setup.checkpointing:
-            used = layer
+            used = shape.layer_parameters
         in_layer = min(used + zero.prefetch, in_layer)
     loss = {LOSS, OUTPUT}
     layers = {LAYER, FIRST_BUCKET}
@@ -501,3 +487,24 @@ def _enter_gathered_weights(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         elements = shape.linear_elements
         why = f"2 x {elements:,}"
         ledger.add(phases, "weights", "weights kept by autograd", HALF * elements, why)
+
+
+def _count_gathered_at_loss(shape: Shape, zero: Zero) -> float:
+    """Elements of the weights that are gathered at the loss.
+
+    From a layer's end to its backward pass lie twice what is after it, and the output layer.
+    """
+    layer = shape.layer_parameters
+    reach = min(zero.reuse, 2 * shape.parameters)
+    left = reach - 2.0 * shape.embedding
+    gathered = float(shape.embedding)
+    near = math.ceil(left / (2 * layer))
+    count = min(shape.layers, near)
+    if count > 0:
+        # all of them whole but the furthest
+        whole = (count - 1) * layer
+        gathered += whole + min(left - 2 * whole, layer)
+    if near >= shape.layers and not shape.tied:
+        # the embedding itself, which a tied model has counted
+        gathered += shape.embedding
+    return gathered

@@ -37,6 +37,7 @@ def estimate(setup: Setup) -> Memory:
     ledger.add(PHASES, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
     _enter_kept(setup, ledger)
     _enter_reference(setup, ledger)
+    _enter_end_of_forward(setup, ledger)
     _enter_loss(setup, ledger)
     _enter_backward(setup, ledger)
     phases = _list_phases(setup)
@@ -146,8 +147,8 @@ def _enter_reference(setup: Setup, ledger: Ledger) -> None:
     ledger.add({REFERENCE}, "logits", "log-softmax (fp32)", *full, source)
 
 
-def _enter_loss(setup: Setup, ledger: Ledger) -> None:
-    """The end of a checkpointed forward pass, the final norm, and the loss at its fullest."""
+def _enter_end_of_forward(setup: Setup, ledger: Ledger) -> None:
+    """The end of a checkpointed forward pass, and the final norm."""
     batch = setup.batch
     last = activations.passing(setup, batch)
     tile = activations.tiles(setup)
@@ -159,6 +160,10 @@ def _enter_loss(setup: Setup, ledger: Ledger) -> None:
     norm = (activations.norm_kept(setup, state) + state) * setup.shape.hidden + FULL
     after = {LOSS, OUTPUT, OUTPUT_SENT}
     ledger.add(after, "activations", "final norm", norm * batch.tokens, "kept and output")
+
+
+def _enter_loss(setup: Setup, ledger: Ledger) -> None:
+    """The loss at its fullest."""
     if setup.loss == "liger":
         fused = activations.fused_loss(setup)
         ledger.add({LOSS}, "logits", "fused linear cross entropy", fused)
@@ -166,9 +171,9 @@ def _enter_loss(setup: Setup, ledger: Ledger) -> None:
         tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
         ledger.add({LOSS}, "logits", "log-probabilities in tiles", tiled)
     elif setup.compiles_loss:
-        _enter_compiled_loss(setup, ledger, LOSS, batch)
+        _enter_compiled_loss(setup, ledger, LOSS, setup.batch)
     else:
-        full = activations.logits(setup.shape, batch, FULL)
+        full = activations.logits(setup.shape, setup.batch, FULL)
         for name in ("log-softmax, kept", "gradient of the log-softmax", "gradient of the logits"):
             ledger.add({LOSS}, "logits", f"{name} (fp32)", *full)
 

@@ -207,7 +207,7 @@ class Filling:
             return self._describe_entry(entry, "filled", time.monotonic() - began)
         why = "the data, the tokenizer or the model were written to while they were read"
         if not spoiled:
-            sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            sets = folders.list_entries(cache.path, "dataset")
             if not sets:
                 raise self._report_failure(folder, "upstream saved no set of tokenised data")
             why = f"the run would not find what was tokenised into {cache.path}: "

@@ -224,7 +224,7 @@ def _fingerprint_folder(name: str, path: Path, files: Iterable[tuple[str, Path]]
 
 
 def _list_top_files(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Name and path of the files of a model that match, those of its templates among them."""
+    """Name and path of the files that match, in a model's folder and in its folder of templates."""
     for prefix in ("", _TEMPLATES):
         entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

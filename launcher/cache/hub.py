@@ -252,7 +252,7 @@ def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> _HubA
 
 
 def _check_part(part: Part) -> Part:
-    """A part that is on this disk, or should be."""
+    """Fill in the size of what a run reads, and whether it is complete on this disk."""
     place = part.place or Path(part.name)
     size = sizes.size_below(place, links=True)
     part = replace(part, place=place, size=size)

@@ -101,8 +101,11 @@ def _was_stopped(ended: runner.ProcessExit) -> bool:
 
 
 def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
-    """Record which data and models changed since the start, and delete caches made meanwhile."""
-    # a record that cannot be written costs a point, not the verdict
+    """Record which data and models changed since the start, and delete caches made of them.
+
+    Called at the end of an attempt, before it is judged.
+    """
+    # if the record cannot be written, the verdict only lacks the point `inputs`
     with contextlib.suppress(OSError):
         contents = rundir.read_manifest(folder).contents
         changed = attempt.redactor.redact(inputs.changed(contents, Path(attempt.cwd)))

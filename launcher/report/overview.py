@@ -191,7 +191,10 @@ def group_rows(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def summarize(group: Sequence[Row], *, runs_only: bool = False) -> Row:
-    """One line for a group of rows; with `runs_only`, for its first run."""
+    """One line for a group of rows, or with `runs_only` the line of its only run.
+
+    A campaign's folder is named `TIME-KIND-NAME`; its kind stands in the column of stages.
+    """
     first = group[0]
     states = [_format_state(row) for row in group]
     if runs_only or first["part_of"] is None:

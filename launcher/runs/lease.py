@@ -338,6 +338,7 @@ def reason_held(lease: Lease) -> str | None:
 
 
 def is_locked(lock_file: Path) -> bool:
+    """Whether a process holds the lock of a lease. False if the file or its locks cannot tell."""
     try:
         lock = os.open(lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -133,6 +133,10 @@ def _collect_names(when: Iterable[str]) -> list[str]:
 
 
 def _report_unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: bool) -> Finding:
+    """The finding about an argument that no line of the script reads.
+
+    `asks_nothing`: its value is the default, and off (false, 0 or empty), so nothing is lost.
+    """
     code = "unread-key"
     reason = f"no read found on the path of {schema.script}"
     shadow = schema.path.shadows.get(name)

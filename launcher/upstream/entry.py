@@ -330,10 +330,11 @@ class Entry:
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments pack samples into rows, `per_device` rows a micro-batch.
 
-        One row alone is packed with nothing, unless rows are joined before they are batched, as by
-        TRL's `packing`
-        (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]), or
-        are pairs, as of DPO.
+        TRL's `padding_free` and open-instruct's `packing` (`flattened`) join the rows of a
+        micro-batch, so a single row stays alone
+        (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]).
+        TRL's `packing` joins rows before they are batched. With pairs (`padded`) even a
+        micro-batch of one row has two samples to join.
         """
         if self.packing == "always":
             return True

@@ -186,8 +186,8 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
 def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
     """The readable manifests of the attempts of a stage, oldest first.
 
-    They are in the run folder and in the output folder, which has those of all starts into it, even
-    if their run folders are gone.
+    The run folder has those of its own attempts. The output folder has copies of those of all
+    starts into it, even if their run folders are gone. The place that has more is complete.
     """
     kept = [record for record in lease.read_manifests(output) if record.stage == stage]
     if folder is None:

@@ -329,7 +329,8 @@ class Calls(Expressions):
     def _open_frame(self, target: Function, env: dict[str, Values]) -> Frame:
         """The frame of a call: one for all calls that differ in functions and containers only.
 
-        Functions inside this one see it; with a frame for each of their kind there would be no end.
+        A function that is passed down may be defined inside the callee and refer to its frame. A
+        frame for each such function would create the next one, without end.
         """
         plain: set[tuple[str, Values]] = set()
         for name, values in env.items():

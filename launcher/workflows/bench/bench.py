@@ -368,14 +368,15 @@ def _adapt_accumulation(facts: Facts, changed: set[str], planner: _VariantPlanne
 
 @contextlib.contextmanager
 def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
-    """The bench in its folder, with the samples of an earlier start.
+    """Open the folder of a bench, and take over the samples of an earlier start that still count.
 
-    Raises what `Campaign.opened` raises.
+    Raises NotReady, as `Campaign.opened` does.
     """
     root = bench.request.runs or rundir.runs_root()
     name = bench.request.config.stem
-    series = experiment.Campaign(kind="bench", key=bench.key, name=name, root=root)
-    with series.opened(fresh=fresh) as bench.folder:
+    campaign = experiment.Campaign(kind="bench", key=bench.key, name=name, root=root)
+    with campaign.opened(fresh=fresh) as folder:
+        bench.folder = folder
         for sample in _read_samples(bench.folder):
             if _still_counts(sample, bench.timeout_s):
                 bench.samples.append(sample)

@@ -60,7 +60,7 @@ def _render_head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
         text = f"{dropped.too_long:,} {total}: the prompt fills {preview.limit}"
         yield "dropped", [Span(text, "warning")]
     if dropped.untrained:
-        text = f"{dropped.untrained:,} {total}: nothing in them counts"
+        text = f"{dropped.untrained:,} {total}: no token is trained on"
         yield "dropped", [Span(text, "warning")]
     yield "trained", _render_share(preview, counts)
     yield from _render_histogram(preview, counts.lengths)

@@ -301,14 +301,16 @@ def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
-    """The search in its folder, with the trials of an earlier start.
+    """Open the folder of a search, and restore the trials of an earlier start.
 
-    Raises what `Campaign.opened` raises.
+    Raises NotReady, as `Campaign.opened` does.
     """
     root = tuning.request.runs or rundir.runs_root()
     name = tuning.request.config.stem
-    series = experiment.Campaign(kind="tune", key=tuning.key, name=name, root=root)
-    with series.opened(fresh=fresh) as tuning.folder:
+    campaign = experiment.Campaign(kind="tune", key=tuning.key, name=name, root=root)
+    with campaign.opened(fresh=fresh) as folder:
+        tuning.folder = folder
+        # raises before the first trial if the GPUs are not free
         _choose_gpus(tuning.resolved.look_again())
         record = rundir.read_json(tuning.folder / FILE)
         tuning.restore(record)
@@ -411,6 +413,7 @@ def _try_candidate(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Tr
     )
     if sample.cause == "refused":
         # GPUs that another process took say nothing of the setting
+        # raises before the first trial if the GPUs are not free
         _choose_gpus(tuning.resolved.look_again())
     unproved = tuple(point for point in sample.unproved if point in _POINTS)
     # preparing it counts too

@@ -1,11 +1,13 @@
-"""Which arguments a refusal may be about, and what becomes of it without one of them."""
+"""Which arguments cause a refusal: the trainer is asked again without each that may."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
 from launcher.workflows.rehearse.inside.records import ErrorRecord, ServerResponse
+from launcher.workflows.rehearse.trials import TrainerRefusal, Trials, refusal_in
 
 DOING = {
     "shrink": "while its model was made",
@@ -18,6 +20,7 @@ DOING = {
     "load": "when the saved model is loaded",
 }
 _PHASES = tuple(DOING)
+_MOST_SUSPECTS = 6
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
 _NUMBER = re.compile(r"[\d.eE+-]+")
 _DETAILS = re.compile(r"\d+|\[[^\]]*\]|\([^)]*\)")
@@ -32,22 +35,125 @@ class Effect(IntEnum):
     GONE = 3
 
 
-def compare(before: ServerResponse, now: ServerResponse) -> Effect:
+class CauseSearch:
+    """Finds the arguments, and the rows, without which a refusal does not come.
+
+    An argument is a cause if the refusal is gone without it, or the trainer gets to a later phase.
+    Another refusal in the same phase may be an earlier one, which the argument kept from coming:
+    then the argument has to bring the refusal about without the others, or to stand in its words.
+    """
+
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+        self.data_names = trials.data_names
+
+    def find_causes(self, refusal: TrainerRefusal) -> list[str]:
+        """The arguments of the file that are shown to cause it, likeliest first."""
+        args = refusal.arguments.kept
+        model_name = self.trials.entry.names.model
+        names = [name for name in args if name != model_name]
+        suspects = self._pick_suspects(refusal, names)
+        effects = self._remove_each(refusal, suspects)
+        proven = _pick_strongest(effects)
+        unsure = [name for name in suspects if effects[name] == Effect.ELSEWHERE]
+        quoted = []
+        for name in proven + unsure:
+            if quotes(refusal.error.message, args[name]):
+                quoted.append(name)
+        causes = list(dict.fromkeys(quoted + proven))
+        # with other data much is gone that is not about the data
+        if not set(causes) <= set(self.data_names):
+            return causes
+        unlikely = [name for name in names if name not in suspects]
+        others = self.keep_causes(refusal, unlikely)
+        # a switch brings others into play, and one of those is rather what is wrong
+        others.sort(key=lambda name: args[name] is True)
+        if others or causes or not unsure:
+            return others + causes
+        return self._find_among(refusal, suspects, unsure)
+
+    def _pick_suspects(self, refusal: TrainerRefusal, names: Sequence[str]) -> list[str]:
+        suspects = find_suspects(refusal.error, refusal.arguments.kept, names)
+        if refusal.phase in {"data", "construct"} or refusal.error.type == "KeyError":
+            for name in self.data_names:
+                if name in refusal.arguments.kept and name not in suspects:
+                    suspects.append(name)
+        return suspects[:_MOST_SUSPECTS]
+
+    def _find_among(
+        self, refusal: TrainerRefusal, suspects: list[str], unsure: list[str]
+    ) -> list[str]:
+        """The causes among the unsure, where the suspects and the data alone are refused too."""
+        kept = {*suspects, *self.data_names, self.trials.entry.names.model}
+        dropped = [name for name in refusal.arguments.kept if name not in kept]
+        fewer = self.trials.without(refusal.arguments, dropped)
+        response = self.trials.run(fewer)
+        again = refusal_in(response, fewer)
+        if again is None or compare(refusal, response) != Effect.NONE:
+            return []
+        return self.keep_causes(again, unsure)
+
+    def keep_causes(self, refusal: TrainerRefusal, names: Sequence[str]) -> list[str]:
+        """Those of the arguments without which the refusal does not come."""
+        effects = self._remove_each(refusal, names)
+        return [name for name in names if effects[name] >= Effect.LATER]
+
+    def _remove_each(self, refusal: TrainerRefusal, names: Sequence[str]) -> dict[str, Effect]:
+        """What becomes of a refusal without each of the arguments."""
+        only_parses = refusal.phase == "parse"
+        requests = []
+        for name in names:
+            fewer = self.trials.without(refusal.arguments, [name])
+            requests.append(self.trials.request(fewer, only_parses=only_parses))
+        effects = {}
+        for name, response in zip(names, self.trials.server.ask(*requests), strict=True):
+            effects[name] = compare(refusal, response)
+        return effects
+
+    def find_rows(self, refusal: TrainerRefusal) -> Iterator[str]:
+        """Places of the further rows that cause it; none if the first rows are refused already."""
+        if not self.trials.further:
+            return
+        request = self.trials.request(refusal.arguments)
+        ask = self.trials.server.ask
+        (without_further,) = ask(replace(request, further={}))
+        if compare(refusal, without_further) == Effect.NONE:
+            return
+        places = []
+        requests = []
+        for name, rows in self.trials.further.items():
+            for exemplar in rows:
+                places.append(str(exemplar.place))
+                requests.append(replace(request, further={name: [exemplar.row]}))
+        responses = ask(*requests[:_MOST_SUSPECTS])
+        for place, response in zip(places, responses, strict=False):
+            if compare(refusal, response) == Effect.NONE:
+                yield place
+
+
+def _pick_strongest(effects: Mapping[str, Effect]) -> list[str]:
+    """The arguments whose removal helps most, if it is one of them that causes the refusal."""
+    best = max(effects.values(), default=Effect.NONE)
+    if best < Effect.LATER:
+        return []
+    return [name for name, effect in effects.items() if effect == best]
+
+
+def compare(refusal: TrainerRefusal, now: ServerResponse) -> Effect:
     """NONE also where nothing is known: the process ended, or launch's own code failed."""
-    assert before.phase is not None and before.refusal is not None
     if now.phase is None:
         return Effect.NONE
     if now.refusal is None:
         return Effect.GONE
     if now.refusal.by_launch:
         return Effect.NONE
-    if _compute_signature(now.refusal) == _compute_signature(before.refusal):
+    if _compute_signature(now.refusal) == _compute_signature(refusal.error):
         return Effect.NONE
-    if _PHASES.index(now.phase) > _PHASES.index(before.phase):
+    if _PHASES.index(now.phase) > _PHASES.index(refusal.phase):
         return Effect.LATER
     # data are loaded while the trainer is prepared
-    is_loading = before.phase == "construct" and now.phase == "data"
-    if now.phase == before.phase or is_loading:
+    is_loading = refusal.phase == "construct" and now.phase == "data"
+    if now.phase == refusal.phase or is_loading:
         return Effect.ELSEWHERE
     return Effect.NONE
 

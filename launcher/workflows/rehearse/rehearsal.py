@@ -55,7 +55,7 @@ def rehearse(
     with contextlib.ExitStack() as stack:
         opened = servers or stack.enter_context(Servers())
         server = opened.of(trainer, judged.schema.backend, judged.schema.key, judged.upstream.root)
-        result = Attempts(judged, server).all()
+        result = Attempts(judged, server).run()
     result = replace(result, seconds=time.monotonic() - began)
     if not result.failed:
         memory.keep(judged, trainer, result)

@@ -352,11 +352,11 @@ def test_a_batch_with_document_lengths_is_read_like_any_other() -> None:
     ids = torch.tensor([[5, 6, 2, 7, 8, 2, 9, 9]])
     labels = torch.tensor([[-100, 2, -100, 8, 2, -100, -100, -100]])
     kwargs = {"doc_lens": torch.tensor([[3, 3, 2]]), "max_doc_lens": [3], "labels": labels}
-    batch = probe_packing.facts_by_lengths(ids, kwargs)
+    batch = probe_packing.batch_of(ids, kwargs)
     # OLMo-core's labels are those of the token behind; its padding is a document
-    assert batch["labels"].tolist() == [[-100, -100, 2, -100, 8, 2, -100, -100]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
-    assert probe_packing.facts_by_lengths(ids, {"labels": labels}) == {}
+    assert batch.labels.tolist() == [[-100, -100, 2, -100, 8, 2, -100, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
+    assert probe_packing.batch_of(ids, {"labels": labels}).positions is None
 
 
 class SupplyLog:

@@ -64,13 +64,15 @@ class FullyShard(Plain):
         super().__init__(parameters, world)
         groups = []
         for module in modules:
-            groups.extend(_find_parameter_groups(module._get_fsdp_state()))
+            state = module._get_fsdp_state()
+            groups.extend(_find_parameter_groups(state))
         by_id: dict[int, Any] = {}
         for group in groups:
             for shard in group.fsdp_params:
                 by_id[id(shard.sharded_param)] = shard
                 # the root's parameters stay gathered between forward and backward
-                by_id[id(getattr(shard, "_unsharded_param", None))] = shard
+                gathered = getattr(shard, "_unsharded_param", None)
+                by_id[id(gathered)] = shard
         self.shards = [by_id.get(id(parameter)) for parameter in self.parameters]
         for row, shard in enumerate(self.shards):
             if shard is not None:
@@ -101,21 +103,27 @@ class FullyShard(Plain):
         return tensors
 
     def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
-        for row, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
+        pairs = zip(self.parameters, self.shards, strict=True)
+        for row, (parameter, shard) in enumerate(pairs):
             if parameter.grad is None:
                 continue
             if shard is None:
                 yield GradientPiece(row, 0, parameter.grad.reshape(-1))
                 continue
             local = parameter.grad._local_tensor
-            mesh = shard.mesh_info
-            rows = int(shard._orig_size[0])
-            # torch.chunk's parts: all as large as the first, the last ones shorter or empty
-            chunk = -(-rows // mesh.shard_mesh_size)
-            width = int(parameter.numel()) // max(1, rows)
             if local.numel():
-                start = mesh.shard_mesh_rank * chunk * width
+                start = _find_start(parameter, shard)
                 yield GradientPiece(row, start, local.reshape(-1))
+
+
+def _find_start(parameter: Any, shard: Any) -> int:
+    """The first element of a parameter that lies in this process's shard."""
+    mesh = shard.mesh_info
+    rows = int(shard._orig_size[0])
+    # torch.chunk's parts: all as large as the first, the last ones shorter or empty
+    chunk = -(-rows // mesh.shard_mesh_size)
+    width = int(parameter.numel()) // max(1, rows)
+    return int(mesh.shard_mesh_rank * chunk * width)
 
 
 def _find_parameter_groups(state: Any) -> list[Any]:
@@ -140,16 +148,17 @@ class DeepSpeed(Plain):
         if not hasattr(outer, "optimizer"):
             raise Unsupported(f"DeepSpeed's engine steps {type(outer).__name__} itself")
         group = getattr(outer, "dp_process_group", None)
-        if group is not None and sys.modules["torch"].distributed.get_world_size(group) != world:
+        distributed = sys.modules["torch"].distributed
+        if group is not None and distributed.get_world_size(group) != world:
             raise Unsupported("gradients are averaged over a part of the processes only")
         quantized = getattr(engine, "zero_quantized_gradients", None)
         if callable(quantized) and quantized():
             raise Unsupported("gradients are quantized on their way (zero_quantized_gradients)")
+        self.divisor = 1.0
         if getattr(outer, "gradient_average", True):
             # processes of sequence parallelism share a row, and each has a part of its gradient
-            self.divisor = world / float(getattr(outer, "sequence_parallel_size", 1) or 1)
-        else:
-            self.divisor = 1.0
+            parts = getattr(outer, "sequence_parallel_size", 1) or 1
+            self.divisor = world / float(parts)
         wire = getattr(engine, "communication_data_type", None)
         if wire is not None:
             self.formats.append(wire)
@@ -212,9 +221,9 @@ class DeepSpeed(Plain):
             if mapping is None or mapping.hp_fragment is None:
                 continue
             place = mapping.hp_fragment.data_ptr()
-            address = mapping.lp_fragment_address
             if begin <= place < end:
                 offset = (place - begin) // flat.element_size()
+                address = mapping.lp_fragment_address
                 yield FlatRange(row, int(address.start), offset, int(address.numel))
 
     def _iterate_shards(self, index: int | None) -> Iterator[FlatRange]:

@@ -39,10 +39,13 @@ def watch_accelerate(probe: Probe, module: ModuleType) -> None:
                     probe.saw_model(item)
                 elif hasattr(item, "param_groups") and hasattr(item, "zero_grad"):
                     state = getattr(call.owner, "state", None)
-                    probe.optimizer.saw(item, getattr(state, "deepspeed_plugin", None))
+                    plugin = getattr(state, "deepspeed_plugin", None)
+                    probe.optimizer.saw(item, plugin)
 
     def prepared(call: Call) -> None:
-        items = call.result if isinstance(call.result, (tuple, list)) else [call.result]
+        items = call.result
+        if not isinstance(items, (tuple, list)):
+            items = [items]
         for item in items:
             with record.quietly("prepared"):
                 if hasattr(item, "zero_optimization_stage"):
@@ -82,6 +85,7 @@ def clipping(probe: Probe) -> Callable[..., Any]:
 
 
 def resting(probe: Probe, phase: str | None) -> Callable[..., Any]:
+    """For what takes a while between two steps; `phase` as `Probe.rest` takes it."""
     return observed(probe.record, before=lambda _: probe.rest(phase))
 
 
@@ -100,9 +104,11 @@ def resuming(probe: Probe) -> Callable[..., Any]:
 
     def resumed(call: Call) -> None:
         checkpoint = checkpoint_of(call)
-        if checkpoint and isinstance(checkpoint, (str, os.PathLike)):
-            path = os.fspath(checkpoint)
-            probe.process.resume(path, probe.optimizer.steps_done(path))
+        if not checkpoint or not isinstance(checkpoint, (str, os.PathLike)):
+            return
+        path = os.fspath(checkpoint)
+        steps = probe.optimizer.steps_done(path)
+        probe.process.resume(path, steps)
 
     return observed(probe.record, before=begin, after=resumed)
 
@@ -138,8 +144,7 @@ def _save_to_stop(probe: Probe, accelerator: Any) -> None:
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        with open(os.path.join(folder, "COMPLETED"), "w", encoding="utf-8") as mark:
-            mark.write("COMPLETED")
+        Path(folder, "COMPLETED").write_text("COMPLETED", encoding="utf-8")
     probe.stop_after_save(step, folder)
 
 
@@ -177,13 +182,14 @@ def watch_trainer(probe: Probe, module: ModuleType) -> None:
     def save(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if not probe.preemption.saving:
             return original(trainer, *args, **kwargs)
-        only_model = trainer.args.save_only_model
+        options = trainer.args
+        only_model = options.save_only_model
         # without the optimizer nothing could continue from it
-        trainer.args.save_only_model = False
+        options.save_only_model = False
         original(trainer, *args, **kwargs)
-        trainer.args.save_only_model = only_model
+        options.save_only_model = only_model
         step = trainer.state.global_step
-        checkpoint = os.path.join(trainer.args.output_dir, f"checkpoint-{step}")
+        checkpoint = os.path.join(options.output_dir, f"checkpoint-{step}")
         probe.stop_after_save(step, checkpoint)
 
     owner = module.Trainer
@@ -214,15 +220,18 @@ def evaluating(probe: Probe) -> Callable[..., Any]:
 def saving(probe: Probe, folder: Callable[[Call], Any]) -> Callable[..., Any]:
     """For what writes the final model into `folder`; Trainer's checkpoints call it, and say so."""
 
+    def is_final(call: Call) -> bool:
+        return not call.kwargs.get("_internal_call")
+
     def begin(call: Call) -> None:
         probe.rest(SAVING)
-        if not call.kwargs.get("_internal_call"):
+        if is_final(call):
             probe.leave_out_final_save()
 
     def saved(call: Call) -> None:
         if probe.process.rank == 0:
             note_saved(probe.record, folder(call))
-        if not call.kwargs.get("_internal_call"):
+        if is_final(call):
             # the script is about to end, in its own time
             probe.watchdog.enter(None)
 
@@ -249,8 +258,10 @@ def watch_pretrained(probe: Probe, module: ModuleType) -> None:
     """Models are loaded, or made of a config, and saved."""
 
     def loaded(call: Call) -> None:
-        # with `output_loading_info` the model is the first of two
-        model = call.result[0] if isinstance(call.result, tuple) else call.result
+        model = call.result
+        # with `output_loading_info` it is the first of two
+        if isinstance(model, tuple):
+            model = model[0]
         probe.rotary.restore(model)
 
     def saved(call: Call) -> None:
@@ -276,17 +287,27 @@ def note_saved(record: EventLog, folder: Any) -> None:
     """Record the content of a model that was saved, unless it is a checkpoint."""
     if not isinstance(folder, (str, os.PathLike)):
         return
-    path = os.path.abspath(os.fspath(folder))
+    name = os.fspath(folder)
+    path = os.path.abspath(name)
     with record.quietly("saved model"):
-        digest = digest_module()
-        if digest.CHECKPOINT.search(os.fspath(folder)):
+        if digest_module().CHECKPOINT.search(name):
             return
         files = []
-        for name in digest.weights(path) if os.path.isdir(path) else ():
-            content, _ = digest.read_content(Path(path, name))
-            entry = {"name": name, "size": content.size}
-            files.append({**entry, "method": content.method, "digest": content.digest})
+        if os.path.isdir(path):
+            files = _read_weights(path)
         record.write("saved_model", path=path, files=files)
+
+
+def _read_weights(folder: str) -> list[dict[str, object]]:
+    """Name, size and digest of each file with weights, as the event `saved_model` has them."""
+    digest = digest_module()
+    files = []
+    for name in digest.weights(folder):
+        content, _ = digest.read_content(Path(folder, name))
+        files.append(
+            {"name": name, "size": content.size, "method": content.method, "digest": content.digest}
+        )
+    return files
 
 
 # -- open-instruct
@@ -369,8 +390,8 @@ def watch_olmo_module(probe: Probe, module: ModuleType) -> None:
 
     def built(trained: Any) -> None:
         # dpo.py::main[dp_rank = global_rank]
-        degree = getattr(trained.dpo_config, "tensor_parallel_degree", 1)
-        probe.pairs.alike = max(1, int(degree))
+        degree = int(getattr(trained.dpo_config, "tensor_parallel_degree", 1))
+        probe.pairs.alike = max(1, degree)
 
     def before_batch(call: Call) -> None:
         if not probe.process.testing:
@@ -419,7 +440,8 @@ def watch_olmo_utils(probe: Probe, module: ModuleType) -> None:
         probe.data.saw_tokenizer(call.result)
         answer = json.loads(os.environ.get(TOKENISED) or "{}")
         if answer:
-            probe.caches.tell("dataset_cache", answer["state"] == "hit", str(answer["path"]))
+            is_hit = answer["state"] == "hit"
+            probe.caches.tell("dataset_cache", is_hit, str(answer["path"]))
 
     wrap_known(module, ("setup_tokenizer_and_cache",), observed(probe.record, after=prepared))
 
@@ -430,7 +452,8 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
     def loaded(call: Call) -> None:
         steps = int(getattr(call.owner, "global_step", 0) or 0)
         if steps:
-            probe.process.resume(str(call.argument(1, "dir")), steps)
+            checkpoint = str(call.argument(1, "dir"))
+            probe.process.resume(checkpoint, steps)
 
     def fitted(call: Call) -> None:
         trainer = call.owner
@@ -438,8 +461,9 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
         if probe.preemption.saving:
             # the checkpointer saves when a run is cancelled, too
             step = int(trainer.global_step)
-            folder = trainer.checkpointer.checkpoint_dirname(step)
-            probe.stop_after_save(step, os.path.join(str(trainer.save_folder), folder))
+            name = trainer.checkpointer.checkpoint_dirname(step)
+            folder = os.path.join(str(trainer.save_folder), name)
+            probe.stop_after_save(step, folder)
         probe.leave_out_final_save()
 
     owner = module.Trainer
@@ -447,8 +471,8 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
     wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
     wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe, SAVING))
 
-    # OLMo-core's memory monitor resets the counters before its first step
     def begin(_: Call) -> None:
+        # OLMo-core's memory monitor resets the counters before its first step
         probe.memory.mark("reference")
 
     wrap(owner, "fit", observed(record, before=begin, after=fitted))

@@ -69,7 +69,7 @@ def holds_tokenizer(folder: str) -> bool:
     return False
 
 
-def by_number(prepared: Iterable[Any]) -> dict[int, list[Any]]:
+def group_by_number(prepared: Iterable[Any]) -> dict[int, list[Any]]:
     """Prepared rows by the number of the row that they come from; a mixture may repeat one."""
     listed: dict[int, list[Any]] = {}
     for row in prepared:
@@ -102,10 +102,10 @@ class PreparedSet:
     def count(self) -> RowCounts:
         """What becomes of the selected rows, in numbers. Raises what the trainer raises."""
         numbers = list(self.selected[ROW])
-        uncut = by_number(self.prepare(self.selected, False))
+        uncut = group_by_number(self.prepare(self.selected, False))
         lengths = {}
         for number, listed in uncut.items():
-            lengths[number] = longest(self.whole_strands(listed[0]))
+            lengths[number] = longest_length(self.whole_strands(listed[0]))
         prepared = self.prepare(self.selected, True)
         counts = RowCounts(looked_at=len(numbers), sequences=len(prepared))
         counts.lengths = [lengths[number] for number in numbers if number in lengths]
@@ -118,10 +118,10 @@ class PreparedSet:
             if counts.tokens < sum(counts.lengths):
                 counts.cut = sum(length > (self.limit or 0) for length in counts.lengths)
             return counts
-        kept = by_number(prepared)
+        kept = group_by_number(prepared)
         for number in numbers:
             if number in kept:
-                left = longest(self.kept_strands(kept[number][0]))
+                left = longest_length(self.kept_strands(kept[number][0]))
                 counts.cut += left < lengths.get(number, 0)
             elif self.has_trained(uncut.get(number)):
                 counts.dropped.too_long += 1
@@ -158,7 +158,7 @@ class PreparedSet:
             return True
         return False
 
-    def row(self, number: int) -> list[ShownRow]:
+    def show(self, number: int) -> list[ShownRow]:
         """One row as it is trained on, piece by piece; none where it was not loaded."""
         numbers = list(self.loaded[ROW])
         if number not in numbers:
@@ -167,16 +167,17 @@ class PreparedSet:
         alone = self.loaded.select([place])
         beside = alone if place == 0 else self.loaded.select([0, place])
         row = ShownRow(row=number, taken=number in self.selected[ROW])
-        uncut = by_number(self.prepare(beside, False)).get(number)
+        uncut = group_by_number(self.prepare(beside, False)).get(number)
         whole = self.whole_strands(uncut[0]) if uncut else []
         if self.packs:
             # alone, or packing would put it into one sequence with another row
             kept = list(self.prepare(alone, True))
         else:
-            kept = by_number(self.prepare(beside, True)).get(number, [])
+            kept = group_by_number(self.prepare(beside, True)).get(number, [])
         if kept:
             row.sequences = len(kept)
-            remaining = joined([self.kept_strands(part) for part in kept])
+            parts = [self.kept_strands(part) for part in kept]
+            remaining = join_strands(parts)
             self.describe(row, whole or remaining, remaining)
             if row.cut:
                 row.status = "cut"
@@ -184,7 +185,8 @@ class PreparedSet:
         row.status = "dropped"
         row.reason = "too_long" if self.has_trained(uncut) else "untrained"
         if whole:
-            self.describe(row, whole, [strand.first(self.limit or 0) for strand in whole])
+            within = [strand.first(self.limit or 0) for strand in whole]
+            self.describe(row, whole, within)
         return [row]
 
     def describe(self, row: ShownRow, whole: list[Strand], kept: list[Strand]) -> None:
@@ -193,20 +195,20 @@ class PreparedSet:
         row.cut = count_tokens(whole) - row.tokens
         renderer = Renderer(self.tokenizer)
         if len(whole) == 2:
-            row.sections, row.difference = renderer.pair(whole, kept)
+            row.sections, row.difference = renderer.render_pair(whole, kept)
         else:
-            row.sections = renderer.one_sequence(whole[0], kept[0])
+            row.sections = renderer.render_sequence(whole[0], kept[0])
 
 
 def count_tokens(strands: list[Strand]) -> int:
     return sum(len(strand.ids) for strand in strands)
 
 
-def longest(strands: list[Strand]) -> int:
+def longest_length(strands: list[Strand]) -> int:
     return max(len(strand.ids) for strand in strands)
 
 
-def joined(parts: list[list[Strand]]) -> list[Strand]:
+def join_strands(parts: list[list[Strand]]) -> list[Strand]:
     """The sequences that one row was split into, as one again."""
     whole = copy.deepcopy(parts[0])
     for part in parts[1:]:
@@ -234,13 +236,13 @@ def finish(
     for number in numbers_to_show(views, request):
         for view in views:
             try:
-                rows += view.row(number)
+                rows += view.show(number)
             except Exception as error:
                 faults.append((error, number))
     refused = [number for _, number in faults if number is not None]
     content = PreviewContent(
         template=template,
-        counts=None if faults else added(counts, loader),
+        counts=None if faults else add_up(counts, loader),
         refused=refused[0] if refused else None,
         rows=rows,
         limit=views[0].limit,
@@ -262,7 +264,7 @@ def numbers_to_show(views: list[PreparedSet], request: ServerRequest) -> Sequenc
     return list(numbers)[: request.first]
 
 
-def added(counts: list[RowCounts], loader: SampledRows) -> RowCounts:
+def add_up(counts: list[RowCounts], loader: SampledRows) -> RowCounts:
     whole = RowCounts(total=loader.total(), sampled=loader.is_sampled())
     for part in counts:
         whole.looked_at += part.looked_at

@@ -419,19 +419,19 @@ def test_wrong_weights_are_known_by_their_logits() -> None:
     trained = torch.nn.Embedding(16, 16)
     exported = Saved(16, 16)
     exported.load_state_dict(trained.state_dict())
-    assert exporting.compare(trained, exported, 16) == 0.0
+    assert exporting.measure_difference(trained, exported, 16) == 0.0
     with torch.no_grad():
         # as where two of its rows were exchanged
         exported.weight[[3, 4]] = exported.weight[[4, 3]]
-    assert exporting.compare(trained, exported, 16) > exporting.WITHIN
+    assert exporting.measure_difference(trained, exported, 16) > exporting.WITHIN
 
 
 def test_the_newest_checkpoint_is_exported(tmp_path: Path) -> None:
     exporting = load_exporting()
     for name in ("step0", "step9", "step12", "step12-tmp", "hf_model"):
         (tmp_path / name).mkdir()
-    assert exporting.newest(str(tmp_path)) == str(tmp_path / "step12")
-    assert exporting.newest(str(tmp_path / "step0")) is None
+    assert exporting.find_newest_checkpoint(str(tmp_path)) == str(tmp_path / "step12")
+    assert exporting.find_newest_checkpoint(str(tmp_path / "step0")) is None
 
 
 @pytest.mark.parametrize(("final_save", "calls"), [(True, ["save", "remove"]), (False, [])])

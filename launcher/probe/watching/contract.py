@@ -7,7 +7,7 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, observed, wrap
+from .hooks import Call, ModuleAction, observed, wrap
 from .process import ProbePiece, Process, local_rank
 from .supplies import supply_process_group
 from .watchdog import Watchdog
@@ -46,7 +46,7 @@ class Liger(ProbePiece):
         """The other kernels do not save what a patched loss saves: the logits."""
         return bool(self.calls) and self.losses <= self.calls.keys()
 
-    def watchers(self) -> dict[str, Callable[[ModuleType], None]]:
+    def watchers(self) -> dict[str, ModuleAction]:
         ops = {f"liger_kernel.ops.{name}": self.watch_op for name in OPS}
         patches = "liger_kernel.transformers.monkey_patch"
         return {patches: self.watch_patches, PREFERENCE: self.watch_preference, **ops}

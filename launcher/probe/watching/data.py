@@ -11,11 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .hooks import Call, observed, wrap, wrap_known
+from .hooks import Call, observed, wrap, wrap_if_present
 from .packing import UNLABELLED, TokenBatch, side_of, starts_of
-from .process import ProbePiece, Process
+from .process import Module, ProbePiece, Process, Tensor
+
+if TYPE_CHECKING:
+    from .steps import Tally
 
 LOOKS = 8  # micro-batches whose rows are read
 ROWS = 64  # rows that are read at most
@@ -129,7 +132,7 @@ class Data(ProbePiece):
         for name in ("SFTTrainer", "DPOTrainer"):
             owner = getattr(module, name, None)
             if owner is not None:
-                wrap_known(owner, ("_prepare_dataset",), prepare)
+                wrap_if_present(owner, "_prepare_dataset", prepare)
 
     def _tell_prepared_rows(
         self, arguments: Any, dataset: Any, result: Any, filtered: list[FilteredRows]
@@ -184,7 +187,7 @@ class Data(ProbePiece):
         vocabulary: Any = getattr(tokenizer, "get_added_vocab", dict)()
         self._add_ends([vocabulary.get(text) for text in TURN_ENDS])
 
-    def saw_model(self, model: Any) -> None:
+    def saw_model(self, model: Module) -> None:
         for name in ("config", "generation_config"):
             config = getattr(model, name, None)
             self._add_ends(getattr(config, "eos_token_id", None))
@@ -209,9 +212,9 @@ class Data(ProbePiece):
             self.record.write("reference_precision", dtype=kind, mean=round(size, 2))
 
         watch = observed(self.record, after=prepared)
-        wrap_known(module.Trainer, ("_prepare_inputs",), watch)
+        wrap_if_present(module.Trainer, "_prepare_inputs", watch)
 
-    def watch_pairs(self, module: ModuleType, open_tally: Callable[[], Any]) -> None:
+    def watch_pairs(self, module: ModuleType, open_tally: Callable[[], "Tally"]) -> None:
         """open-instruct's DPO: the labels are in its batch of pairs, and not given to the model."""
 
         def forward(call: Call) -> None:
@@ -221,11 +224,11 @@ class Data(ProbePiece):
                 rejected = side_of(pairs, "rejected")
                 self.count_pairs(chosen, rejected, open_tally())
 
-        wrap_known(module, ("concatenated_forward",), observed(self.record, before=forward))
+        wrap_if_present(module, "concatenated_forward", observed(self.record, before=forward))
 
     # -- batches
 
-    def count_batch(self, batch: TokenBatch, tally: Any) -> None:
+    def count_batch(self, batch: TokenBatch, tally: "Tally") -> None:
         """A micro-batch with labels; of pairs it has the chosen rows, then the rejected ones."""
         if batch.labels is None:
             return
@@ -242,14 +245,14 @@ class Data(ProbePiece):
             tally.scalars["equal_pairs"].append(equal.sum())
         if not self._is_next_read():
             return
-        samples = list(split(batch))
+        samples = list(split_samples(batch))
         if is_paired:
             half = len(samples) // 2
             self._read_pairs(samples[:half], samples[half:])
         else:
             self._read_samples(samples)
 
-    def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
+    def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: "Tally") -> None:
         """A micro-batch of open-instruct's pairs."""
         labels = _count_labels(chosen) + _count_labels(rejected)
         self._count_batch(labels, tally)
@@ -258,9 +261,9 @@ class Data(ProbePiece):
             equal = _compare_pairs(chosen, rejected)
             tally.scalars["equal_pairs"].append(equal.sum())
         if self._is_next_read():
-            self._read_pairs(list(split(chosen)), list(split(rejected)))
+            self._read_pairs(list(split_samples(chosen)), list(split_samples(rejected)))
 
-    def _count_batch(self, labelled: Any, tally: Any) -> None:
+    def _count_batch(self, labelled: Tensor, tally: "Tally") -> None:
         self.batches += 1
         tally.scalars["unlabelled"].append(labelled == 0)
 
@@ -325,7 +328,7 @@ class Data(ProbePiece):
         )
 
 
-def _compare_pairs(chosen: TokenBatch, rejected: TokenBatch) -> Any:
+def _compare_pairs(chosen: TokenBatch, rejected: TokenBatch) -> Tensor:
     """Whether the two answers of each pair are the same, on the device."""
     width = min(int(chosen.ids.shape[1]), int(rejected.ids.shape[1]))
     same = chosen.ids[:, :width] == rejected.ids[:, :width]
@@ -336,12 +339,12 @@ def _compare_pairs(chosen: TokenBatch, rejected: TokenBatch) -> Any:
     return equal
 
 
-def _count_labels(batch: TokenBatch) -> Any:
+def _count_labels(batch: TokenBatch) -> Tensor:
     """How many labels there are, on the device."""
     return (batch.labels != UNLABELLED).sum()
 
 
-def split(batch: TokenBatch) -> Iterator[TokenRow]:
+def split_samples(batch: TokenBatch) -> Iterator[TokenRow]:
     """The samples of a micro-batch with labels, packed or padded."""
     ids = batch.ids.tolist()
     labels = batch.labels.tolist()

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from .process import Module, Tensor
+
 
 class Unsupported(Exception):
     """Gradients cannot be compared here; the message says why."""
@@ -22,7 +24,7 @@ class GradientPiece(NamedTuple):
 
     row: int
     start: int
-    gradient: Any
+    gradient: Tensor
 
 
 class FlatRange(NamedTuple):
@@ -41,16 +43,16 @@ class Plain:
     that a gradient passes through.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], world: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], world: int) -> None:
         self.parameters = list(parameters.values())
         self.divisor = float(world)
         self.formats = [parameter.dtype for parameter in self.parameters]
 
-    def hooked(self) -> list[Any]:
+    def list_hooked(self) -> list[Tensor]:
         """By row, the tensor whose gradient autograd computes; None if there is none yet."""
         return self.parameters
 
-    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+    def iterate_pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         """What DeepSpeed's inner `optimizer` updates; of other engines all gradients."""
         for row, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -60,7 +62,7 @@ class Plain:
 class FullyShard(Plain):
     """FSDP2: a chunk of the first dimension, in the sharded parameter's gradient."""
 
-    def __init__(self, parameters: Mapping[str, Any], modules: list[Any], world: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], modules: list[Module], world: int) -> None:
         super().__init__(parameters, world)
         groups = []
         for module in modules:
@@ -93,7 +95,7 @@ class FullyShard(Plain):
             if dtype is not None:
                 self.formats.append(dtype)
 
-    def hooked(self) -> list[Any]:
+    def list_hooked(self) -> list[Tensor]:
         """Autograd differentiates the gathered parameters, which the first forward pass creates."""
         tensors = []
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
@@ -102,7 +104,7 @@ class FullyShard(Plain):
             tensors.append(parameter)
         return tensors
 
-    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+    def iterate_pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         pairs = zip(self.parameters, self.shards, strict=True)
         for row, (parameter, shard) in enumerate(pairs):
             if parameter.grad is None:
@@ -116,7 +118,7 @@ class FullyShard(Plain):
                 yield GradientPiece(row, start, local.reshape(-1))
 
 
-def _find_start(parameter: Any, shard: Any) -> int:
+def _find_start(parameter: Tensor, shard: Any) -> int:
     """The first element of a parameter that lies in this process's shard."""
     mesh = shard.mesh_info
     rows = int(shard._orig_size[0])
@@ -141,7 +143,7 @@ class DeepSpeed(Plain):
     By then the engine has divided them by its loss scale and clipped them: `scale` is that factor.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], engine: Any, world: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], engine: Any, world: int) -> None:
         super().__init__(parameters, world)
         outer = engine.optimizer
         self.outer = outer
@@ -170,7 +172,7 @@ class DeepSpeed(Plain):
         if not self.steppers:
             raise Unsupported(f"{type(outer.optimizer).__name__} has no hook before its step")
 
-    def scale(self) -> Any:
+    def scale(self) -> Tensor | float:
         """The factor on the averaged gradients: a number, or a tensor if the norm is one."""
         loss_scale = getattr(self.outer, "loss_scale", None) or 1.0
         limit = getattr(self.outer, "clip_grad", None) or 0.0
@@ -185,7 +187,7 @@ class DeepSpeed(Plain):
         excess = (norm.detach().float() + 1e-6) / limit
         return scale / excess.clamp(min=1.0)
 
-    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+    def iterate_pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         rows = {id(parameter): row for row, parameter in enumerate(self.parameters)}
         for group in optimizer.param_groups:
             for flat in group["params"]:
@@ -200,7 +202,7 @@ class DeepSpeed(Plain):
                     end = part.offset + part.length
                     yield GradientPiece(part.row, part.start, gradient[part.offset : end])
 
-    def _find_ranges(self, flat: Any) -> list[FlatRange]:
+    def _find_ranges(self, flat: Tensor) -> list[FlatRange]:
         """What `flat` holds; the same in every step."""
         ranges = self.ranges.get(id(flat))
         if ranges is None:
@@ -212,7 +214,7 @@ class DeepSpeed(Plain):
             self.ranges[id(flat)] = ranges
         return ranges
 
-    def _iterate_fragments(self, flat: Any) -> Iterator[FlatRange]:
+    def _iterate_fragments(self, flat: Tensor) -> Iterator[FlatRange]:
         """ZeRO 1 and 2, and the bf16 optimizer."""
         begin = flat.data_ptr()
         end = begin + flat.numel() * flat.element_size()
@@ -242,14 +244,14 @@ class DeepSpeed(Plain):
                 yield FlatRange(row, start, int(position[1]), length)
 
 
-def _find_index(tensors: list[Any], tensor: Any) -> int | None:
+def _find_index(tensors: list[Tensor], tensor: Tensor) -> int | None:
     for index, each in enumerate(tensors):
         if each is tensor:
             return index
     return None
 
 
-def find_engine(model: Any, parameters: Mapping[str, Any], world: int) -> Plain:
+def find_engine(model: Module, parameters: Mapping[str, Tensor], world: int) -> Plain:
     """The engine that stands between backward and optimizer. Raises Unsupported."""
     if hasattr(model, "zero_optimization_stage"):
         return DeepSpeed(parameters, model, world)

@@ -23,7 +23,7 @@ from typing import Any
 from .contract import Contract
 from .engines import DeepSpeed, Plain, Unsupported, find_engine
 from .model import numel_of
-from .process import ProbePiece, Process
+from .process import Module, ProbePiece, Process, Tensor
 from .steps import Reading
 
 ELEMENTS = 2**21  # of all parameters, at most: three fp32 buffers and one temporary, 32 MiB
@@ -66,16 +66,16 @@ class ElementSample:
             slack = size - 1 - (self.counts[row] - 1) * self.strides[row]
             self.offsets[row] = int(dice.random() * (slack + 1))
 
-    def pick(self, row: int, tensor: Any) -> Any:
+    def pick(self, row: int, tensor: Tensor) -> Tensor:
         """The sample of a whole parameter, or of a tensor of its size."""
         offset = self.offsets[row]
-        return elements(tensor, offset, self.strides[row], self.counts[row])
+        return pick_elements(tensor, offset, self.strides[row], self.counts[row])
 
-    def pick_from_part(self, row: int, tensor: Any, start: int, first: int, last: int) -> Any:
+    def pick_from_part(self, row: int, tensor: Tensor, start: int, first: int, last: int) -> Tensor:
         """Samples `first` to `last` of a tensor that holds a parameter from element `start` on."""
         stride = self.strides[row]
         offset = self.offsets[row] + first * stride - start
-        return elements(tensor, offset, stride, last - first)
+        return pick_elements(tensor, offset, stride, last - first)
 
     def within(self, row: int, start: int, end: int) -> tuple[int, int]:
         """The range of samples that lie in the elements `start` to `end` of a parameter."""
@@ -86,7 +86,7 @@ class ElementSample:
         return first, max(first, last)
 
 
-def elements(tensor: Any, offset: int, stride: int, count: int) -> Any:
+def pick_elements(tensor: Tensor, offset: int, stride: int, count: int) -> Tensor:
     """`count` elements of the flattened tensor, `stride` apart; a view if the tensor allows one."""
     if tensor.is_contiguous():
         start = tensor.storage_offset() + offset
@@ -129,7 +129,7 @@ class SampleSums:
         self.squares.add_(self.added.square().sum(dim=1))
         self.added.zero_()
 
-    def keep(self, spans: Any, factor: Any) -> None:
+    def keep(self, spans: Tensor, factor: Tensor | float) -> None:
         """Scale the sums as the engine does, and set to 0 what lies outside of the spans."""
         inside = (self.columns >= spans[:, :1]) & (self.columns < spans[:, 1:])
         self.sums.mul_(factor).mul_(inside)
@@ -159,7 +159,7 @@ class Gradients(ProbePiece):
     def __init__(self, process: Process, contract: Contract) -> None:
         super().__init__(process)
         self.contract = contract
-        self.model: Any = None
+        self.model: Module = None
         self.engine: Plain | None = None
         self.reason: str | None = None
         self.ready = False
@@ -180,7 +180,7 @@ class Gradients(ProbePiece):
         self.last: dict[str, float | None] = {}
         self.reported: tuple[int, int] | None = None
 
-    def prepared(self, model: Any) -> None:
+    def prepared(self, model: Module) -> None:
         """A model in the form in which it will be trained: an engine, a wrapper, or itself."""
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.model = model
@@ -240,13 +240,13 @@ class Gradients(ProbePiece):
         self.smallest = max(limit.smallest_normal * limit.eps for limit in limits)
         self.sums = SampleSums(self.sample.counts, width, device)
         self.spans = [(0, 0)] * len(sizes)
-        self.scale: Any = 1.0
+        self.scale: Tensor | float = 1.0
 
     def _hook_all(self, engine: Plain) -> None:
         """Hook the rows that have a tensor by now and no hook yet."""
         if len(self.handles) == len(self.names):
             return
-        for row, tensor in enumerate(engine.hooked()):
+        for row, tensor in enumerate(engine.list_hooked()):
             if tensor is not None and row not in self.handles:
                 target = self.sums.targets[row]
                 hook = functools.partial(self._add_gradient, row, target)
@@ -258,7 +258,7 @@ class Gradients(ProbePiece):
             handle.remove()
         self.handles.clear()
 
-    def _add_gradient(self, row: int, target: Any, gradient: Any) -> None:
+    def _add_gradient(self, row: int, target: Tensor, gradient: Tensor) -> None:
         """Runs for each parameter in each backward pass, so it must be cheap."""
         if self.process.testing or not self.active:
             return
@@ -330,7 +330,7 @@ class Gradients(ProbePiece):
         self.end_step()
 
     def _take_used_gradients(self, engine: Plain, optimizer: Any = None) -> None:
-        for row, start, gradient in engine.pieces(optimizer):
+        for row, start, gradient in engine.iterate_pieces(optimizer):
             end = start + int(gradient.numel())
             first, last = self.sample.within(row, start, end)
             if first < last:
@@ -480,9 +480,9 @@ class Gradients(ProbePiece):
         self.report()
 
 
-def _find_trained_parameters(model: Any) -> dict[str, Any]:
+def _find_trained_parameters(model: Module) -> dict[str, Tensor]:
     """By name, without the wrapper that an engine puts around the model."""
-    module = getattr(model, "module", model)
+    module: Module = getattr(model, "module", model)
     trained = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and numel_of(parameter):
@@ -490,7 +490,7 @@ def _find_trained_parameters(model: Any) -> dict[str, Any]:
     return trained
 
 
-def _compute_norms(rows: Any) -> Any:
+def _compute_norms(rows: Tensor) -> Tensor:
     return rows.square().sum(dim=1).sqrt()
 
 

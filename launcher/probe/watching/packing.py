@@ -16,7 +16,7 @@ from typing import Any
 from .contract import Contract
 from .hooks import Call
 from .model import base_of, shape_of
-from .process import ProbePiece, Process, finite
+from .process import Module, ProbePiece, Process, Tensor, finite
 
 LOOKS = 8  # micro-batches that are looked at, at least
 TOKENS = 256  # of each of the two samples: far less than a training step holds
@@ -34,11 +34,11 @@ class TokenBatch:
     first 0, `samples` is their number. `mask` may have any shape, `padding` has that of `ids`.
     """
 
-    ids: Any
-    labels: Any = None
-    mask: Any = None
-    positions: Any = None
-    ends: Any = None
+    ids: Tensor
+    labels: Tensor = None
+    mask: Tensor = None
+    positions: Tensor = None
+    ends: Tensor = None
     samples: int = 0
 
     @property
@@ -50,7 +50,7 @@ class TokenBatch:
         return 1 if self.is_flat else int(self.ids.shape[0])
 
     @property
-    def padding(self) -> Any:
+    def padding(self) -> Tensor:
         if self.mask is None or self.mask.dim() != 2:
             return None
         return self.mask
@@ -70,7 +70,7 @@ class TokenBatch:
         return self.rows, self.ids.numel()
 
 
-def batch_of(ids: Any, arguments: Mapping[str, Any]) -> TokenBatch:
+def batch_of(ids: Tensor, arguments: Mapping[str, Any]) -> TokenBatch:
     """What a model is given, by the names of transformers' and OLMo-core's arguments."""
     ends = arguments.get("cu_seq_lens_q")
     batch = TokenBatch(
@@ -87,7 +87,7 @@ def batch_of(ids: Any, arguments: Mapping[str, Any]) -> TokenBatch:
     return _read_olmo_core(batch, lengths)
 
 
-def _read_olmo_core(batch: TokenBatch, lengths: Any) -> TokenBatch:
+def _read_olmo_core(batch: TokenBatch, lengths: Tensor) -> TokenBatch:
     """A batch of OLMo-core's with the positions and labels that transformers would have.
 
     OLMo-core passes the lengths of documents, of which the last may be padding, and as labels the
@@ -125,11 +125,11 @@ def side_of(pairs: Mapping[str, Any], branch: str) -> TokenBatch:
     )
 
 
-def _count_samples(ends: Any) -> int:
+def _count_samples(ends: Tensor) -> int:
     return 0 if ends is None else int(ends.numel()) - 1
 
 
-def _keep_if_shaped_as(ids: Any, tensor: Any) -> Any:
+def _keep_if_shaped_as(ids: Tensor, tensor: Tensor) -> Tensor:
     if tensor is None or ids.dim() != 2 or tensor.shape != ids.shape:
         return None
     return tensor
@@ -145,7 +145,7 @@ class Packing(ProbePiece):
         self.looks = 0
         self.tested = False
 
-    def look(self, module: Any, batch: TokenBatch) -> None:
+    def look(self, module: Module, batch: TokenBatch) -> None:
         """Record whether this micro-batch is packed."""
         # each look reads the device; a packed batch settles it
         if self.on or (self.looks >= LOOKS and self.process.step >= self.settings.within):
@@ -165,7 +165,7 @@ class Packing(ProbePiece):
         else:
             self.contract.note("packing", state)
 
-    def _describe_packing(self, module: Any, batch: TokenBatch) -> str | None:
+    def _describe_packing(self, module: Module, batch: TokenBatch) -> str | None:
         """How the batch shows that its rows hold several samples; None if it does not."""
         if batch.samples > 1:
             return f"{batch.samples} samples in one row (cu_seq_lens)"
@@ -196,7 +196,7 @@ class Packing(ProbePiece):
         begun = time.perf_counter()
         try:
             if self.on:
-                pair = two_samples(call, batch)
+                pair = cut_two_samples(call, batch)
         except Exception as failure:
             error = failure
         is_packed = _all_agree(pair is not None, batch.ids.device, process.world)
@@ -204,7 +204,7 @@ class Packing(ProbePiece):
             self.tested = True
             process.testing = True
             try:
-                before, after = leak(call.owner, pair)
+                before, after = measure_leak(call.owner, pair)
                 seconds = time.perf_counter() - begun
                 self._tell_losses(call.owner, before, after, pair, seconds)
             except Exception as failure:
@@ -218,7 +218,7 @@ class Packing(ProbePiece):
             self.record.write("packing_isolation", state="untested", reason=reason)
 
     def _tell_losses(
-        self, module: Any, before: float, after: float, pair: "SamplePair", seconds: float
+        self, module: Module, before: float, after: float, pair: "SamplePair", seconds: float
     ) -> None:
         base = base_of(module)
         # the same shapes give the same bits; only experts change their order
@@ -257,7 +257,7 @@ def _all_agree(agrees: bool, device: Any, world: int) -> bool:
     return bool(flag.item())
 
 
-def end_of_first(module: Any, batch: TokenBatch) -> int | None:
+def end_of_first(module: Module, batch: TokenBatch) -> int | None:
     """Where the first sample of a full row without boundaries ends, by its end-of-text token."""
     if batch.is_flat:
         return None
@@ -280,7 +280,7 @@ def starts_of(positions: Sequence[int]) -> list[int]:
     return [*starts, len(positions)]
 
 
-def _find_spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
+def _find_spans(module: Module, batch: TokenBatch) -> tuple[int, list[Span]]:
     """A row with several samples, and where they are; no spans if there is none."""
     if batch.ends is not None:
         ends = batch.ends.tolist()
@@ -305,7 +305,7 @@ class SamplePair:
     """
 
     batch: dict[str, Any]
-    changed: Any
+    changed: Tensor
     first: int
     second: int
 
@@ -324,14 +324,14 @@ class PairPlace:
     def tokens(self) -> int:
         return self.first + self.second
 
-    def cut(self, tensor: Any) -> Any:
+    def cut(self, tensor: Tensor) -> Tensor:
         line = tensor[self.row : self.row + 1]
         first = line[:, self.begin : self.begin + self.first]
         second = line[:, self.split : self.split + self.second]
         return sys.modules["torch"].cat([first, second], dim=1)
 
 
-def two_samples(call: Call, whole: TokenBatch) -> SamplePair | None:
+def cut_two_samples(call: Call, whole: TokenBatch) -> SamplePair | None:
     """The first two adjacent samples of a packed batch, each cut to `TOKENS`.
 
     `call` is the model's. None if there are no two such samples. Raises ValueError if the batch has
@@ -397,7 +397,7 @@ def _find_pair(row: int, spans: list[Span]) -> PairPlace | None:
     return None
 
 
-def _label_second(batch: dict[str, Any], first: int) -> Any:
+def _label_second(batch: dict[str, Any], first: int) -> Tensor:
     """Labels of the second sample alone, without its first token, which nobody predicts."""
     labels = batch["input_ids"].clone()
     labels[:, : first + 1] = UNLABELLED
@@ -408,7 +408,7 @@ def _label_second(batch: dict[str, Any], first: int) -> Any:
     return labels
 
 
-def _change_first(ids: Any, first: int) -> Any:
+def _change_first(ids: Tensor, first: int) -> Tensor:
     """The ids with other tokens in their first sample; None if all tokens are the same."""
     changed = ids.clone()
     changed[:, :first] = ids[:, :first].flip(1)
@@ -419,7 +419,7 @@ def _change_first(ids: Any, first: int) -> Any:
     return changed
 
 
-def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
+def measure_leak(module: Module, pair: SamplePair) -> tuple[float, float]:
     """The second sample's loss beside the first sample, and beside the changed one.
 
     In training mode, with the same random numbers for both. It leaves nothing behind: no gradient,
@@ -451,7 +451,7 @@ def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
     return before, after
 
 
-def _read_loss(result: Any, ids: Any, first: int) -> Any:
+def _read_loss(result: Any, ids: Tensor, first: int) -> Tensor:
     """The mean loss of the tokens behind `first`, whatever form the model returns it in."""
     torch = sys.modules["torch"]
     log_probs = getattr(result, "log_probs", None)

@@ -73,9 +73,9 @@ class Probe:
         with self.record.quietly("forward"):
             call = Call((module, *args), kwargs)
             ids = call.argument(1, "input_ids")
+            is_training = getattr(module, "training", True)
             # a reference pass may run on a model in training mode
-            is_graded = getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)
-            if ids is not None and getattr(module, "training", True) and is_graded():
+            if ids is not None and is_training and _is_grad_enabled():
                 self._begin_training_pass(call, ids)
 
     def _begin_training_pass(self, call: Call, ids: Any) -> None:
@@ -286,6 +286,11 @@ class Probe:
         with contextlib.suppress(Exception):
             _kill_data_workers()
         os._exit(VIOLATION)
+
+
+def _is_grad_enabled() -> bool:
+    torch: Any = sys.modules.get("torch")
+    return not hasattr(torch, "is_grad_enabled") or torch.is_grad_enabled()
 
 
 def _kill_data_workers() -> None:

@@ -26,6 +26,11 @@ NOTES = 20  # written at most: what fails in every step fails in the same way
 ROOM = 2**20  # bytes of events that are kept while the disk is full
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
+Tensor = Any
+"""A tensor of torch, which the probe does not import."""
+Module = Any
+"""A module of torch: the model, in most places."""
+
 
 class Console(io.FileIO):
     """A console log that drops what a full disk does not take, instead of ending the training."""

@@ -11,7 +11,7 @@ from .contract import Caches, Contract
 from .data import Data
 from .model import torch_in_use
 from .packing import Packing, TokenBatch
-from .process import FiniteStep, ProbePiece, Process, finite, say
+from .process import FiniteStep, ProbePiece, Process, Tensor, finite, say
 
 Facts = TypeVar("Facts")
 
@@ -24,19 +24,19 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.scalars: collections.defaultdict[str, list[Any]] = collections.defaultdict(list)
+        self.scalars: collections.defaultdict[str, list[Tensor]] = collections.defaultdict(list)
         self.micro_batches = 0
         self.positions = 0
         self.interrupted = False
 
-    def add_loss(self, loss: Any) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         self.scalars["loss"].append(loss.detach())
         self.micro_batches += 1
 
-    def set_norm(self, norm: Any) -> None:
+    def set_norm(self, norm: Tensor) -> None:
         self.scalars["norm"] = [norm]
 
-    def add_rewards(self, chosen: Any, rejected: Any) -> None:
+    def add_rewards(self, chosen: Tensor, rejected: Tensor) -> None:
         """The rewards of a micro-batch of pairs, as the loss has computed them."""
         chosen = chosen.detach()
         rejected = rejected.detach()
@@ -47,7 +47,7 @@ class Tally:
         samples, tokens = batch.count()
         self.add_counts(int(batch.ids.numel()), samples, tokens)
 
-    def add_counts(self, positions: int, samples: Any, tokens: Any) -> None:
+    def add_counts(self, positions: int, samples: Tensor | int, tokens: Tensor | int) -> None:
         self.positions += positions
         self.scalars["rows"].append(samples)
         self.scalars["tokens"].append(tokens)
@@ -117,7 +117,7 @@ class Pairs(ProbePiece):
 class Reading(Generic[Facts]):
     """Numbers on their way from the device; `facts` say what they are about."""
 
-    def __init__(self, scalars: dict[str, list[Any]], facts: Facts) -> None:
+    def __init__(self, scalars: dict[str, list[Tensor]], facts: Facts) -> None:
         self.facts = facts
         self.values: dict[str, list[float]] = {}
         self.places: list[tuple[str, int]] = []
@@ -136,7 +136,7 @@ class Reading(Generic[Facts]):
         if waiting:
             self._start_copy(waiting)
 
-    def _start_copy(self, scalars: list[Any]) -> None:
+    def _start_copy(self, scalars: list[Tensor]) -> None:
         """One copy into pinned memory, queued behind the work of the step."""
         torch = sys.modules["torch"]
         self.host = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)

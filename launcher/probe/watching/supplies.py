@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .hooks import wrap, wrap_known
+from .hooks import wrap, wrap_if_present
 from .process import EventLog
 
 
@@ -61,8 +61,8 @@ def supply_memory_monitor(record: EventLog, module: ModuleType) -> None:
     (olmo_core_utils.py::build_base_callbacks[GPUMemoryMonitorCallback]).
     """
     nothing = constant(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
-    methods = ("pre_train", "pre_step", "post_step")
-    wrap_known(module.GPUMemoryMonitorCallback, methods, nothing)
+    for method in ("pre_train", "pre_step", "post_step"):
+        wrap_if_present(module.GPUMemoryMonitorCallback, method, nothing)
 
 
 def supply_documents(record: EventLog, module: ModuleType) -> None:

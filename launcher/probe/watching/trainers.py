@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, load_file, observed, wrap, wrap_known
+from .hooks import Call, ModuleAction, Replacement, load_file, observed, wrap, wrap_if_present
 from .probe import Probe
 from .process import TOKENISED, EventLog
 from .watchdog import EVALUATION, SAVING
@@ -66,17 +66,18 @@ def watch_accelerate(probe: Probe, module: ModuleType) -> None:
     owner = module.Accelerator
     wrap(owner, "prepare", observed(record, before=preparing, after=prepared))
     wrap(owner, "backward", backward)
-    wrap_known(owner, ("clip_grad_norm_",), clipping(probe))
-    wrap_known(owner, ("save_state", "get_state_dict"), resting(probe, SAVING))
-    wrap_known(owner, ("load_state",), resuming(probe))
-    wrap_known(owner, ("accumulate",), accumulating(probe))
+    wrap_if_present(owner, "clip_grad_norm_", react_to_clipping(probe))
+    wrap_if_present(owner, "save_state", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "get_state_dict", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "load_state", react_to_loading(probe))
+    wrap_if_present(owner, "accumulate", react_to_accumulation(probe))
 
 
 def _is_model(item: Any) -> bool:
     return hasattr(item, "named_parameters") and hasattr(item, "forward")
 
 
-def clipping(probe: Probe) -> Callable[..., Any]:
+def react_to_clipping(probe: Probe) -> Replacement:
     return observed(
         probe.record,
         before=lambda _: probe.before_clipping(),
@@ -84,13 +85,13 @@ def clipping(probe: Probe) -> Callable[..., Any]:
     )
 
 
-def resting(probe: Probe, phase: str | None) -> Callable[..., Any]:
-    """For what takes a while between two steps; `phase` as `Probe.rest` takes it."""
+def react_to_pause(probe: Probe, phase: str | None) -> Replacement:
+    """A save, an evaluation or an upload between two steps; `phase` as `Probe.rest` takes it."""
     return observed(probe.record, before=lambda _: probe.rest(phase))
 
 
-def resuming(probe: Probe) -> Callable[..., Any]:
-    """For what loads a checkpoint, its first argument: the steps of the run are counted on."""
+def react_to_loading(probe: Probe) -> Replacement:
+    """A checkpoint, the first argument, is loaded: the steps of the run are counted on."""
 
     def checkpoint_of(call: Call) -> Any:
         arguments = [*call.args[1:], *call.kwargs.values()]
@@ -113,8 +114,8 @@ def resuming(probe: Probe) -> Callable[..., Any]:
     return observed(probe.record, before=begin, after=resumed)
 
 
-def accumulating(probe: Probe) -> Callable[..., Any]:
-    """For `Accelerator.accumulate`, around a micro-batch and the optimizer step of the last one."""
+def react_to_accumulation(probe: Probe) -> Replacement:
+    """`Accelerator.accumulate` is around a micro-batch, and around the step of the last one."""
 
     @contextlib.contextmanager
     def accumulate(original: Any, accelerator: Any, *models: Any) -> Iterator[None]:
@@ -193,16 +194,16 @@ def watch_trainer(probe: Probe, module: ModuleType) -> None:
         probe.stop_after_save(step, checkpoint)
 
     owner = module.Trainer
-    wrap_known(owner, ("_save_checkpoint",), resting(probe, SAVING))
-    wrap_known(owner, ("evaluate",), evaluating(probe))
-    wrap_known(owner, ("push_to_hub",), resting(probe, None))
-    wrap_known(owner, ("save_model",), saving(probe, folder))
-    wrap_known(owner, ("_load_optimizer_and_scheduler",), resuming(probe))
-    wrap_known(owner, ("_maybe_log_save_evaluate",), save)
+    wrap_if_present(owner, "_save_checkpoint", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "evaluate", react_to_evaluation(probe))
+    wrap_if_present(owner, "push_to_hub", react_to_pause(probe, None))
+    wrap_if_present(owner, "save_model", react_to_saving(probe, folder))
+    wrap_if_present(owner, "_load_optimizer_and_scheduler", react_to_loading(probe))
+    wrap_if_present(owner, "_maybe_log_save_evaluate", save)
     probe.data.watch_inputs(module)
 
 
-def evaluating(probe: Probe) -> Callable[..., Any]:
+def react_to_evaluation(probe: Probe) -> Replacement:
     def note(call: Call) -> None:
         metrics = {}
         for name, value in call.result.items():
@@ -217,8 +218,8 @@ def evaluating(probe: Probe) -> Callable[..., Any]:
     return observed(probe.record, before=rest, after=note)
 
 
-def saving(probe: Probe, folder: Callable[[Call], Any]) -> Callable[..., Any]:
-    """For what writes the final model into `folder`; Trainer's checkpoints call it, and say so."""
+def react_to_saving(probe: Probe, folder: Callable[[Call], Any]) -> Replacement:
+    """The final model is written into `folder`; Trainer's checkpoints call it too, and say so."""
 
     def is_final(call: Call) -> bool:
         return not call.kwargs.get("_internal_call")
@@ -251,7 +252,7 @@ def watch_callbacks(probe: Probe, module: ModuleType) -> None:
             control.should_evaluate = False
         return control
 
-    wrap_known(module.CallbackHandler, ("on_step_end",), end_step)
+    wrap_if_present(module.CallbackHandler, "on_step_end", end_step)
 
 
 def watch_pretrained(probe: Probe, module: ModuleType) -> None:
@@ -272,14 +273,15 @@ def watch_pretrained(probe: Probe, module: ModuleType) -> None:
         probe.memory.mark("save", again=True)
 
     owner = module.PreTrainedModel
-    makers = ("from_pretrained", "_from_config")
-    wrap_known(owner, makers, observed(probe.record, after=loaded))
+    load = observed(probe.record, after=loaded)
+    wrap_if_present(owner, "from_pretrained", load)
+    wrap_if_present(owner, "_from_config", load)
     save = observed(probe.record, before=lambda _: probe.rest(SAVING), after=saved)
     wrap(owner, "save_pretrained", save)
 
 
 @functools.cache
-def digest_module() -> Any:
+def load_digest_module() -> Any:
     return load_file(str(DIGEST), "launch_content")
 
 
@@ -290,7 +292,7 @@ def note_saved(record: EventLog, folder: Any) -> None:
     name = os.fspath(folder)
     path = os.path.abspath(name)
     with record.quietly("saved model"):
-        if digest_module().CHECKPOINT.search(name):
+        if load_digest_module().CHECKPOINT.search(name):
             return
         files = []
         if os.path.isdir(path):
@@ -300,7 +302,7 @@ def note_saved(record: EventLog, folder: Any) -> None:
 
 def _read_weights(folder: str) -> list[dict[str, object]]:
     """Name, size and digest of each file with weights, as the event `saved_model` has them."""
-    digest = digest_module()
+    digest = load_digest_module()
     files = []
     for name in digest.weights(folder):
         content, _ = digest.read_content(Path(folder, name))
@@ -331,13 +333,11 @@ def watch_pairs(probe: Probe, module: ModuleType) -> None:
         probe.tally.add_rewards(chosen, rejected)
 
     probe.data.watch_pairs(module, lambda: probe.tally)
-    wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
+    wrap_if_present(module, "compute_loss", observed(probe.record, after=computed))
     _call_watchers(probe, module, probe.caches.watch_reference)
 
 
-def _call_watchers(
-    probe: Probe, module: ModuleType, *watchers: Callable[[ModuleType], None]
-) -> None:
+def _call_watchers(probe: Probe, module: ModuleType, *watchers: ModuleAction) -> None:
     """Call all: one that fails, at a commit without what it looks for, does not stop the others."""
     for watch in watchers:
         with probe.record.quietly(f"watching {module.__name__}"):
@@ -349,8 +349,8 @@ def watch_final_save(probe: Probe, module: ModuleType) -> None:
         # model_utils.py::save_with_accelerate
         return call.argument(3, "output_dir")
 
-    wrap_known(module, ("push_folder_to_hub",), resting(probe, None))
-    wrap_known(module, ("save_with_accelerate",), saving(probe, folder))
+    wrap_if_present(module, "push_folder_to_hub", react_to_pause(probe, None))
+    wrap_if_present(module, "save_with_accelerate", react_to_saving(probe, folder))
 
 
 # -- OLMo-core's trainer: it calls everything itself, without accelerate
@@ -417,7 +417,7 @@ def watch_olmo_step(probe: Probe, module: ModuleType) -> None:
     owner = module.TransformerTrainModule
     step = observed(probe.record, before=begin, after=lambda _: probe.close_step())
     wrap(owner, "optim_step", step)
-    wrap_known(owner, ("_clip_grad_norm",), clipping(probe))
+    wrap_if_present(owner, "_clip_grad_norm", react_to_clipping(probe))
 
 
 def watch_olmo_training(probe: Probe, module: ModuleType) -> None:
@@ -443,7 +443,7 @@ def watch_olmo_utils(probe: Probe, module: ModuleType) -> None:
             is_hit = answer["state"] == "hit"
             probe.caches.tell("dataset_cache", is_hit, str(answer["path"]))
 
-    wrap_known(module, ("setup_tokenizer_and_cache",), observed(probe.record, after=prepared))
+    wrap_if_present(module, "setup_tokenizer_and_cache", observed(probe.record, after=prepared))
 
 
 def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
@@ -468,8 +468,9 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
 
     owner = module.Trainer
     record = probe.record
-    wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
-    wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe, SAVING))
+    wrap_if_present(owner, "load_checkpoint", observed(record, after=loaded))
+    wrap_if_present(owner, "save_checkpoint", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "save_checkpoint_async", react_to_pause(probe, SAVING))
 
     def begin(_: Call) -> None:
         # OLMo-core's memory monitor resets the counters before its first step
@@ -503,7 +504,7 @@ def watch_olmo_checkpoints(probe: Probe, module: ModuleType) -> None:
     owner = module.CheckpointerCallback
     wrap(owner, "_save_checkpoint", leave_out)
     # nor is it removed
-    wrap_known(owner, ("_remove_checkpoint",), lambda *_, **__: None)
+    wrap_if_present(owner, "_remove_checkpoint", lambda *_, **__: None)
 
 
 # -- trackers
@@ -516,7 +517,7 @@ def watch_wandb(probe: Probe, module: ModuleType) -> None:
         if run is not None and not getattr(run, "disabled", False):
             _note_tracker(probe, "wandb", run.id, run.project, run.name)
 
-    wrap_known(module, ("init",), observed(probe.record, after=began))
+    wrap_if_present(module, "init", observed(probe.record, after=began))
 
 
 def watch_mlflow(probe: Probe, module: ModuleType) -> None:
@@ -524,7 +525,7 @@ def watch_mlflow(probe: Probe, module: ModuleType) -> None:
         info = call.result.info
         _note_tracker(probe, "mlflow", info.run_id, info.experiment_id, info.run_name)
 
-    wrap_known(module, ("start_run",), observed(probe.record, after=began))
+    wrap_if_present(module, "start_run", observed(probe.record, after=began))
 
 
 def watch_trackio(probe: Probe, module: ModuleType) -> None:
@@ -540,7 +541,7 @@ def watch_trackio(probe: Probe, module: ModuleType) -> None:
             _note_tracker(probe, "trackio", run.name, run.project, run.name)
         return run
 
-    wrap_known(module, ("init",), begin)
+    wrap_if_present(module, "init", begin)
 
 
 def _note_tracker(probe: Probe, tracker: str, key: Any, project: Any, name: Any) -> None:

@@ -71,7 +71,6 @@ class Attempts:
         self.schema = judged.schema
         self.server = server
         self.trials = Trials(judged, server)
-        self.causes = CauseSearch(self.trials)
         self.entry = self.trials.entry
         self.findings: list[Finding] = []
         self.stand_ins: list[str] = []
@@ -80,11 +79,11 @@ class Attempts:
         self.tried = self.trials.without(whole, self.refused)
 
     def run(self) -> Rehearsal:
-        self.findings += self.missing_packages()
+        self.findings += self.find_missing_packages()
         self.make_small_model()
         self.parse_what_is_left_out()
         response = self.try_until_nothing_is_refused()
-        rows = seen_rows(response)
+        rows = _get_own_rows(response)
         if rows is not None:
             name = "datasets" if self.config.args.get("datasets") else self.entry.names.data
             self.findings += check_rows(rows, self.entry, f"args.{name}")
@@ -120,7 +119,7 @@ class Attempts:
             if obstacle is not None:
                 self.findings.append(obstacle)
                 return response
-            causes = self.causes.find_causes(refusal)
+            causes = CauseSearch(self.trials, refusal).find_causes()
             self.report_refusal(refusal, causes)
             if not causes:
                 return response
@@ -136,7 +135,7 @@ class Attempts:
         message = f"not rehearsed on the CPU: {describe_error(refusal.error)}"
         self.note("not-rehearsed", message, key)
 
-    def missing_packages(self) -> Iterator[Finding]:
+    def find_missing_packages(self) -> Iterator[Finding]:
         """Packages that arguments ask for and that the trainer's Python lacks."""
         if self.judged.values is None:
             return
@@ -191,7 +190,7 @@ class Attempts:
         if refusal.error.by_launch:
             self.findings.append(_report_own_failure(refusal.error))
             return
-        causes = self.causes.keep_causes(refusal, list(left_out))
+        causes = CauseSearch(self.trials, refusal).confirm(list(left_out))
         self.findings.append(self.describe_refusal(refusal, causes))
 
     def note_stand_ins(self, response: ServerResponse) -> None:
@@ -220,7 +219,7 @@ class Attempts:
     def advise(self, refusal: TrainerRefusal, causes: list[str]) -> str | None:
         """What to do about a refusal; None if nothing is known."""
         if causes and causes[0] in self.trials.data_names:
-            places = list(self.causes.find_rows(refusal))
+            places = list(CauseSearch(self.trials, refusal).find_rows())
             if places:
                 which = " and ".join(places[:_MOST_NAMED])
                 reason = f"the first {ROWS} rows are not refused"
@@ -232,7 +231,7 @@ class Attempts:
         return f"it is also gone without {others}" if others else None
 
 
-def seen_rows(response: ServerResponse) -> PreparedRows | None:
+def _get_own_rows(response: ServerResponse) -> PreparedRows | None:
     """The run's own rows; None where others stood in for them, or nothing was trained."""
     is_made_up = any(kind == "data" for kind, _ in response.notes)
     if not response.is_fine or is_made_up or not response.rows.rows:

@@ -27,97 +27,96 @@ _DETAILS = re.compile(r"\d+|\[[^\]]*\]|\([^)]*\)")
 
 
 class Effect(IntEnum):
-    """What becomes of a refusal without an argument; from LATER on the argument is a cause."""
+    """What becomes of a refusal without one argument; from LATER on that argument is a cause."""
 
     NONE = 0
-    ELSEWHERE = 1
-    LATER = 2
+    ELSEWHERE = 1  # the trainer refuses something else in the same phase
+    LATER = 2  # it refuses something in a later phase
     GONE = 3
 
 
 class CauseSearch:
     """Finds the arguments, and the rows, without which a refusal does not come.
 
-    An argument is a cause if the refusal is gone without it, or the trainer gets to a later phase.
-    Another refusal in the same phase may be an earlier one, which the argument kept from coming:
-    then the argument has to bring the refusal about without the others, or to stand in its words.
+    Another refusal in the same phase proves nothing: the argument may have kept an earlier refusal
+    from coming. Such an argument is a cause if the refusal quotes it, or comes without the others.
     """
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, refusal: TrainerRefusal) -> None:
         self.trials = trials
-        self.data_names = trials.data_names
+        self.refusal = refusal
+        self.arguments = refusal.arguments
 
-    def find_causes(self, refusal: TrainerRefusal) -> list[str]:
-        """The arguments of the file that are shown to cause it, likeliest first."""
-        args = refusal.arguments.kept
+    def find_causes(self) -> list[str]:
+        """The arguments of the file that are shown to cause the refusal, likeliest first."""
+        args = self.arguments.kept
         model_name = self.trials.entry.names.model
         names = [name for name in args if name != model_name]
-        suspects = self._pick_suspects(refusal, names)
-        effects = self._remove_each(refusal, suspects)
+        suspects = self._pick_suspects(names)
+        effects = self._remove_each(suspects)
         proven = _pick_strongest(effects)
         unsure = [name for name in suspects if effects[name] == Effect.ELSEWHERE]
         quoted = []
         for name in proven + unsure:
-            if quotes(refusal.error.message, args[name]):
+            if quotes(self.refusal.error.message, args[name]):
                 quoted.append(name)
         causes = list(dict.fromkeys(quoted + proven))
-        # with other data much is gone that is not about the data
-        if not set(causes) <= set(self.data_names):
+        # other data end many refusals that are not about the data
+        if not set(causes) <= set(self.trials.data_names):
             return causes
         unlikely = [name for name in names if name not in suspects]
-        others = self.keep_causes(refusal, unlikely)
+        others = self.confirm(unlikely)
         # a switch brings others into play, and one of those is rather what is wrong
         others.sort(key=lambda name: args[name] is True)
         if others or causes or not unsure:
             return others + causes
-        return self._find_among(refusal, suspects, unsure)
+        return self._find_without_the_rest(suspects, unsure)
 
-    def _pick_suspects(self, refusal: TrainerRefusal, names: Sequence[str]) -> list[str]:
-        suspects = find_suspects(refusal.error, refusal.arguments.kept, names)
-        if refusal.phase in {"data", "construct"} or refusal.error.type == "KeyError":
-            for name in self.data_names:
-                if name in refusal.arguments.kept and name not in suspects:
+    def _pick_suspects(self, names: Sequence[str]) -> list[str]:
+        error = self.refusal.error
+        suspects = find_suspects(error, self.arguments.kept, names)
+        if self.refusal.phase in {"data", "construct"} or error.type == "KeyError":
+            for name in self.trials.data_names:
+                if name in self.arguments.kept and name not in suspects:
                     suspects.append(name)
         return suspects[:_MOST_SUSPECTS]
 
-    def _find_among(
-        self, refusal: TrainerRefusal, suspects: list[str], unsure: list[str]
-    ) -> list[str]:
-        """The causes among the unsure, where the suspects and the data alone are refused too."""
-        kept = {*suspects, *self.data_names, self.trials.entry.names.model}
-        dropped = [name for name in refusal.arguments.kept if name not in kept]
-        fewer = self.trials.without(refusal.arguments, dropped)
+    def _find_without_the_rest(self, suspects: list[str], unsure: list[str]) -> list[str]:
+        """The causes among the unsure, if suspects, model and data alone are refused as well."""
+        kept = {*suspects, *self.trials.data_names, self.trials.entry.names.model}
+        rest = [name for name in self.arguments.kept if name not in kept]
+        fewer = self.trials.without(self.arguments, rest)
         response = self.trials.run(fewer)
         again = refusal_in(response, fewer)
-        if again is None or compare(refusal, response) != Effect.NONE:
+        if again is None or compare(self.refusal, response) != Effect.NONE:
             return []
-        return self.keep_causes(again, unsure)
+        return CauseSearch(self.trials, again).confirm(unsure)
 
-    def keep_causes(self, refusal: TrainerRefusal, names: Sequence[str]) -> list[str]:
+    def confirm(self, names: Sequence[str]) -> list[str]:
         """Those of the arguments without which the refusal does not come."""
-        effects = self._remove_each(refusal, names)
+        effects = self._remove_each(names)
         return [name for name in names if effects[name] >= Effect.LATER]
 
-    def _remove_each(self, refusal: TrainerRefusal, names: Sequence[str]) -> dict[str, Effect]:
-        """What becomes of a refusal without each of the arguments."""
-        only_parses = refusal.phase == "parse"
+    def _remove_each(self, names: Sequence[str]) -> dict[str, Effect]:
+        """What becomes of the refusal without each of the arguments."""
+        only_parses = self.refusal.phase == "parse"
         requests = []
         for name in names:
-            fewer = self.trials.without(refusal.arguments, [name])
+            fewer = self.trials.without(self.arguments, [name])
             requests.append(self.trials.request(fewer, only_parses=only_parses))
         effects = {}
         for name, response in zip(names, self.trials.server.ask(*requests), strict=True):
-            effects[name] = compare(refusal, response)
+            effects[name] = compare(self.refusal, response)
         return effects
 
-    def find_rows(self, refusal: TrainerRefusal) -> Iterator[str]:
+    def find_rows(self) -> Iterator[str]:
         """Places of the further rows that cause it; none if the first rows are refused already."""
         if not self.trials.further:
             return
-        request = self.trials.request(refusal.arguments)
+        request = self.trials.request(self.arguments)
         ask = self.trials.server.ask
         (without_further,) = ask(replace(request, further={}))
-        if compare(refusal, without_further) == Effect.NONE:
+        if compare(self.refusal, without_further) == Effect.NONE:
             return
         places = []
         requests = []
@@ -127,7 +126,7 @@ class CauseSearch:
                 requests.append(replace(request, further={name: [exemplar.row]}))
         responses = ask(*requests[:_MOST_SUSPECTS])
         for place, response in zip(places, responses, strict=False):
-            if compare(refusal, response) == Effect.NONE:
+            if compare(self.refusal, response) == Effect.NONE:
                 yield place
 
 

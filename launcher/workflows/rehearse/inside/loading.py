@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .calls import call_trainer
-from .records import CALL, MixturePart, ServerRequest, ServerResponse
+from .records import CALL, MixturePart, ServerRequest, ServerResponse, SetSize
 
 _READERS = {"json", "csv", "parquet", "arrow", "text", "pandas"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -113,7 +113,7 @@ class FirstRows:
 
     def take(self, rows: Any, name: str) -> Any:
         """Rows of the split that is trained on."""
-        total, _ = self.request.sizes.get(name, (None, None))
+        total = self.request.sizes.get(name, SetSize()).rows
         if hasattr(rows, "__len__"):
             total = len(rows)
         return self.add_further(rows, name, total)

@@ -4,9 +4,9 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import shrink
 from .records import (
@@ -21,13 +21,21 @@ from .sampling import ROW, Absent, SampledRows
 from .sections import Renderer, Strand, strands_of
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-Prepare = Callable[[Any, bool], Any]
-"""Prepares rows as they are trained on, or (False) without a limit on their length.
 
-Then no row is left out either, as far as the trainer can do without.
-"""
-Collate = Callable[[Any, bool], Any]
-"""The trainer's batch of one prepared row; False for one without a limit."""
+
+class Preparation(Protocol):
+    """Prepares rows as they are trained on; not `limited`, whatever their length.
+
+    Then no row is left out either, as far as the trainer can do without.
+    """
+
+    def __call__(self, rows: Any, /, *, limited: bool) -> Any: ...
+
+
+class Collation(Protocol):
+    """Makes the trainer's batch of one prepared row; not `limited`, whatever its length."""
+
+    def __call__(self, row: Any, /, *, limited: bool) -> Any: ...
 
 
 class Finished(BaseException):
@@ -87,26 +95,26 @@ class PreparedSet:
 
     selected: Any
     loaded: Any
-    prepare: Prepare
-    collate: Collate
+    prepare: Preparation
+    collate: Collation
     tokenizer: Any
     limit: int | None
     packs: bool = False
 
     def whole_strands(self, row: Any) -> list[Strand]:
-        return strands_of(self.collate(row, False))
+        return strands_of(self.collate(row, limited=False))
 
     def kept_strands(self, row: Any) -> list[Strand]:
-        return strands_of(self.collate(row, True))
+        return strands_of(self.collate(row, limited=True))
 
     def count(self) -> RowCounts:
         """What becomes of the selected rows, in numbers. Raises what the trainer raises."""
         numbers = list(self.selected[ROW])
-        uncut = group_by_number(self.prepare(self.selected, False))
+        uncut = group_by_number(self.prepare(self.selected, limited=False))
         lengths = {}
         for number, listed in uncut.items():
             lengths[number] = longest_length(self.whole_strands(listed[0]))
-        prepared = self.prepare(self.selected, True)
+        prepared = self.prepare(self.selected, limited=True)
         counts = RowCounts(looked_at=len(numbers), sequences=len(prepared))
         counts.lengths = [lengths[number] for number in numbers if number in lengths]
         for row in prepared:
@@ -153,7 +161,7 @@ class PreparedSet:
         # what the first row is like decides how the trainer reads all of them
         numbers = list(dict.fromkeys([0, *places]))
         try:
-            self.prepare(self.selected.select(numbers), True)
+            self.prepare(self.selected.select(numbers), limited=True)
         except Exception:
             return True
         return False
@@ -167,13 +175,13 @@ class PreparedSet:
         alone = self.loaded.select([place])
         beside = alone if place == 0 else self.loaded.select([0, place])
         row = ShownRow(row=number, taken=number in self.selected[ROW])
-        uncut = group_by_number(self.prepare(beside, False)).get(number)
+        uncut = group_by_number(self.prepare(beside, limited=False)).get(number)
         whole = self.whole_strands(uncut[0]) if uncut else []
         if self.packs:
             # alone, or packing would put it into one sequence with another row
-            kept = list(self.prepare(alone, True))
+            kept = list(self.prepare(alone, limited=True))
         else:
-            kept = group_by_number(self.prepare(beside, True)).get(number, [])
+            kept = group_by_number(self.prepare(beside, limited=True)).get(number, [])
         if kept:
             row.sequences = len(kept)
             parts = [self.kept_strands(part) for part in kept]

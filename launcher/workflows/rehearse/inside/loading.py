@@ -56,9 +56,10 @@ class FirstRows:
     def load_set(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         import datasets
 
-        part = self.part_of_mixture({"path": path, **kwargs})
+        call = {"path": path, **kwargs}
+        part = self.part_of_mixture(call)
         if part is not None:
-            return self.load_part(part, {"path": path, **kwargs})
+            return self.load_part(part, call)
         # a name of the hub may be that of a folder too
         is_local = path in _READERS or os.path.exists(str(path))
         # a stream cannot be sliced
@@ -139,7 +140,8 @@ class FirstRows:
         import datasets
 
         self.response.notes.append(("data", name))
-        rows = datasets.Dataset.from_list(make_up_rows(self.request.rows, pairs=self.request.pairs))
+        made_up = make_up_rows(self.request.rows, pairs=self.request.pairs)
+        rows = datasets.Dataset.from_list(made_up)
         return rows if split else AnySplit(train=rows, test=rows)
 
 

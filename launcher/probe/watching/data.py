@@ -11,14 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .hooks import Call, observed, wrap, wrap_if_present
 from .packing import UNLABELLED, TokenBatch, side_of, starts_of
 from .process import Module, ProbePiece, Process, Tensor
-
-if TYPE_CHECKING:
-    from .steps import Tally
 
 LOOKS = 8  # micro-batches whose rows are read
 ROWS = 64  # rows that are read at most
@@ -214,7 +211,7 @@ class Data(ProbePiece):
         watch = observed(self.record, after=prepared)
         wrap_if_present(module.Trainer, "_prepare_inputs", watch)
 
-    def watch_pairs(self, module: ModuleType, open_tally: Callable[[], "Tally"]) -> None:
+    def watch_pairs(self, module: ModuleType, open_tally: Callable[[], Any]) -> None:
         """open-instruct's DPO: the labels are in its batch of pairs, and not given to the model."""
 
         def forward(call: Call) -> None:
@@ -228,7 +225,7 @@ class Data(ProbePiece):
 
     # -- batches
 
-    def count_batch(self, batch: TokenBatch, tally: "Tally") -> None:
+    def count_batch(self, batch: TokenBatch, tally: Any) -> None:
         """A micro-batch with labels; of pairs it has the chosen rows, then the rejected ones."""
         if batch.labels is None:
             return
@@ -252,7 +249,7 @@ class Data(ProbePiece):
         else:
             self._read_samples(samples)
 
-    def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: "Tally") -> None:
+    def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
         """A micro-batch of open-instruct's pairs."""
         labels = _count_labels(chosen) + _count_labels(rejected)
         self._count_batch(labels, tally)
@@ -263,7 +260,7 @@ class Data(ProbePiece):
         if self._is_next_read():
             self._read_pairs(list(split_samples(chosen)), list(split_samples(rejected)))
 
-    def _count_batch(self, labelled: Tensor, tally: "Tally") -> None:
+    def _count_batch(self, labelled: Tensor, tally: Any) -> None:
         self.batches += 1
         tally.scalars["unlabelled"].append(labelled == 0)
 

@@ -352,11 +352,11 @@ def test_a_batch_with_document_lengths_is_read_like_any_other() -> None:
     ids = torch.tensor([[5, 6, 2, 7, 8, 2, 9, 9]])
     labels = torch.tensor([[-100, 2, -100, 8, 2, -100, -100, -100]])
     kwargs = {"doc_lens": torch.tensor([[3, 3, 2]]), "max_doc_lens": [3], "labels": labels}
-    batch = probe_packing.facts_by_lengths(ids, kwargs)
+    batch = probe_packing.batch_of(ids, kwargs)
     # OLMo-core's labels are those of the token behind; its padding is a document
-    assert batch["labels"].tolist() == [[-100, -100, 2, -100, 8, 2, -100, -100]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
-    assert probe_packing.facts_by_lengths(ids, {"labels": labels}) == {}
+    assert batch.labels.tolist() == [[-100, -100, 2, -100, 8, 2, -100, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
+    assert probe_packing.batch_of(ids, {"labels": labels}).positions is None
 
 
 class SupplyLog:
@@ -419,19 +419,19 @@ def test_wrong_weights_are_known_by_their_logits() -> None:
     trained = torch.nn.Embedding(16, 16)
     exported = Saved(16, 16)
     exported.load_state_dict(trained.state_dict())
-    assert exporting.compare(trained, exported, 16) == 0.0
+    assert exporting.measure_difference(trained, exported, 16) == 0.0
     with torch.no_grad():
         # as where two of its rows were exchanged
         exported.weight[[3, 4]] = exported.weight[[4, 3]]
-    assert exporting.compare(trained, exported, 16) > exporting.WITHIN
+    assert exporting.measure_difference(trained, exported, 16) > exporting.WITHIN
 
 
 def test_the_newest_checkpoint_is_exported(tmp_path: Path) -> None:
     exporting = load_exporting()
     for name in ("step0", "step9", "step12", "step12-tmp", "hf_model"):
         (tmp_path / name).mkdir()
-    assert exporting.newest(str(tmp_path)) == str(tmp_path / "step12")
-    assert exporting.newest(str(tmp_path / "step0")) is None
+    assert exporting.find_newest_checkpoint(str(tmp_path)) == str(tmp_path / "step12")
+    assert exporting.find_newest_checkpoint(str(tmp_path / "step0")) is None
 
 
 @pytest.mark.parametrize(("final_save", "calls"), [(True, ["save", "remove"]), (False, [])])

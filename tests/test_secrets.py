@@ -343,7 +343,7 @@ def test_a_borrowed_value_reaches_the_training_and_no_command_line(
     start = rundir.read_json(folder.start)
     monkeypatch.setattr(os, "environ", {**os.environ, **start["env"]})
     recorded = json.loads((world.root / "argv.json").read_text())
-    argv = [script.word(word) for word in recorded]
+    argv = [script.resolve_word(word) for word in recorded]
     assert argument(argv, "--run_name") == "at-hunter2"
     assert argument(argv, "--project") == "x9-y8-z7"
     assert argument(argv, "--hub_model_id") == URL

@@ -240,7 +240,7 @@ def write_stage(path: Path, backend: str, stage: str, args: Arguments) -> None:
 
 def refusal_of(attempts: Attempts) -> str:
     """Why the rehearsal of a stage ends in a refusal; "" where it does not."""
-    response = attempts.ask(attempts.whole)
+    response = attempts.trials.run(attempts.tried)
     if response.phase is None:
         return "its process ended"
     if response.refusal is not None:
@@ -269,9 +269,9 @@ class Rehearsals:
         )
         attempts = Attempts(replace(judged, findings=()), server)
         if self.model is None:
-            attempts.shrink()
-            self.model = attempts.model
-        attempts.model = self.model
+            attempts.make_small_model()
+            self.model = attempts.trials.model
+        attempts.trials.model = self.model
         return codes, refusal_of(attempts)
 
 

@@ -282,10 +282,9 @@ MATRIX = """
     from launch_probe import packing
 
     def stays_apart(model, batch, more):
-        pair = packing.two_samples(
-            model, (), {**batch, **more}, packing.batch_of(batch["input_ids"], batch)
-        )
-        before, after = packing.leak(model, pair)
+        call = packing.Call((model,), {**batch, **more})
+        pair = packing.cut_two_samples(call, packing.batch_of(batch["input_ids"], batch))
+        before, after = packing.measure_leak(model, pair)
         assert model.training and all(p.grad is None for p in model.parameters())
         return before == after
 

@@ -27,8 +27,8 @@ def test_launch_and_the_probe_name_a_variable_alike(written: str, read: str) -> 
 
 def test_a_hidden_word_of_the_command_line_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"{attempt.ARGUMENT}PROJECT", "s3cret")
-    assert script.word(f"${attempt.ARGUMENT}PROJECT") == "s3cret"
-    assert script.word("$HOME") == "$HOME"
+    assert script.resolve_word(f"${attempt.ARGUMENT}PROJECT") == "s3cret"
+    assert script.resolve_word("$HOME") == "$HOME"
 
 
 @pytest.mark.parametrize("entry", SCRIPTS)

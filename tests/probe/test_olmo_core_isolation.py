@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from launcher.probe.watching import packing
+from launcher.probe.watching.hooks import Call
 
 VOCABULARY = 50
 TOKENS_OF_BATCH = 10_000
@@ -39,9 +40,9 @@ def test_the_loss_of_the_pair_is_a_mean_over_its_own_tokens() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]])
     batch = packing.TokenBatch(ids, positions=positions)
 
-    pair = packing.two_samples(model, (), arguments, batch)
+    pair = packing.cut_two_samples(Call((model,), arguments), batch)
     assert pair is not None
-    loss, changed_loss = packing.leak(model, pair)
+    loss, changed_loss = packing.measure_leak(model, pair)
 
     # random weights know nothing: a token costs about the logarithm of the vocabulary's size
     assert loss == pytest.approx(math.log(VOCABULARY), rel=0.2)

@@ -10,7 +10,7 @@ from probed_scripts import Event, Training
 from probed_scripts import training as training  # a fixture
 from real_training import needs_packages
 
-from launcher.probe.watching.model import ROUNDED, Frequency, Rotary, frequencies
+from launcher.probe.watching.model import ROUNDED, Frequency, Rotary, find_frequencies
 from launcher.probe.watching.process import Process, Settings
 
 pytestmark = needs_packages
@@ -118,6 +118,6 @@ def test_frequencies_that_no_config_computes_are_judged_by_their_precision(torch
     module = torch.nn.Module()
     module.config = "none"
     module.register_buffer("inv_freq", torch.ones(2, dtype=torch.bfloat16))
-    (frequency,) = frequencies(module)
+    (frequency,) = find_frequencies(module)
     assert frequency.true is None
     assert frequency.error() > ROUNDED

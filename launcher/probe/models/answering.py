@@ -9,6 +9,9 @@ from typing import Any
 from .channel import ModelRefused
 from .loading import Loaded
 
+Messages = list[dict[str, str]]
+"""A conversation; each message has a `role` and its `content`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -19,7 +22,18 @@ class Decoding:
     seed: int
 
 
-def encode(loaded: Loaded, messages: list[dict[str, str]]) -> Any:
+@dataclass(frozen=True, slots=True)
+class GeneratedAnswer:
+    """`ended` is `stop`, `length` or `interrupted`."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    seconds: float
+    ended: str
+
+
+def encode(loaded: Loaded, messages: Messages) -> Any:
     """A conversation by the chat template; without one its last message as plain text."""
     tokenizer = loaded.tokenizer
     if not loaded.has_template:
@@ -35,12 +49,12 @@ def encode(loaded: Loaded, messages: list[dict[str, str]]) -> Any:
 
 def answer(
     loaded: Loaded,
-    messages: list[dict[str, str]],
+    messages: Messages,
     decoding: Decoding,
     say: Callable[[str], None],
     is_stopped: Callable[[], bool],
-) -> dict[str, Any]:
-    """Generate one answer; the result is its text and its figures. `say` gets the text in pieces.
+) -> GeneratedAnswer:
+    """Generate one answer. `say` gets its text in pieces.
 
     Raises ModelRefused if the conversation leaves no room for an answer.
     """
@@ -79,13 +93,13 @@ def answer(
         ended = "interrupted"
     else:
         ended = "length"
-    return {
-        "text": "".join(pieces).strip(),
-        "prompt_tokens": length,
-        "tokens": len(tokens),
-        "seconds": round(time.monotonic() - began, 3),
-        "ended": ended,
-    }
+    return GeneratedAnswer(
+        text="".join(pieces).strip(),
+        prompt_tokens=length,
+        tokens=len(tokens),
+        seconds=round(time.monotonic() - began, 3),
+        ended=ended,
+    )
 
 
 def _build_generation_config(loaded: Loaded, decoding: Decoding, length: int) -> Any:

@@ -1,9 +1,11 @@
 """Answers to conversations, one request after the other, until stdin ends."""
 
 import signal
+from dataclasses import asdict
 from typing import Any
 
 from . import answering, loading
+from .answering import GeneratedAnswer
 from .channel import Channel, ModelRefused
 from .loading import Loaded
 
@@ -28,7 +30,7 @@ class Dialogue:
         self.base = base
         self.interruption = InterruptFlag()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> GeneratedAnswer:
         if request["as"] == "model":
             return self._answer_request(self.trained, request)
         if self.base is not None:
@@ -36,7 +38,7 @@ class Dialogue:
         with self.trained.as_base():
             return self._answer_request(self.trained, request)
 
-    def _answer_request(self, loaded: Loaded, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer_request(self, loaded: Loaded, request: dict[str, Any]) -> GeneratedAnswer:
         self.interruption.is_set = False
         return answering.answer(
             loaded,
@@ -67,6 +69,6 @@ def chat(channel: Channel, settings: dict[str, Any]) -> None:
         if request is None:
             return
         try:
-            channel.send("answered", **dialogue.answer(request))
+            channel.send("answered", **asdict(dialogue.answer(request)))
         except ModelRefused as refusal:
             channel.send_failure(refusal)

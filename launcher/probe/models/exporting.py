@@ -34,7 +34,7 @@ def export_olmo_core(settings: dict[str, Any], tell: Callable[..., None]) -> Non
     output = settings["output"]
     into = settings["into"]
     name = settings["model"]
-    checkpoint = newest(output)
+    checkpoint = find_newest_checkpoint(output)
     if checkpoint is None:
         raise ExportFailed(f"there is no checkpoint in {output}")
     trusts_code = bool(settings.get("trusts_code"))
@@ -51,7 +51,7 @@ def export_olmo_core(settings: dict[str, Any], tell: Callable[..., None]) -> Non
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings["tokenizer"] or name)
     olmo_core_utils.save_state_dict_as_hf(trained.state_dict(), into, name, tokenizer)
     saved = transformers.AutoModelForCausalLM.from_pretrained(into, dtype=torch.float32)
-    error = compare(trained, saved, vocabulary)
+    error = measure_difference(trained, saved, vocabulary)
     agrees = error <= WITHIN
     tell(
         "export",
@@ -65,7 +65,7 @@ def export_olmo_core(settings: dict[str, Any], tell: Callable[..., None]) -> Non
         raise ExportFailed(f"{message}{error:.2%} of their size apart, {WITHIN:.2%} is rounding")
 
 
-def newest(output: str) -> str | None:
+def find_newest_checkpoint(output: str) -> str | None:
     """The checkpoint of the highest step."""
     newest_step = 0
     for name in os.listdir(output) if os.path.isdir(output) else ():
@@ -81,7 +81,7 @@ def weights_of(checkpoint: str) -> str:
     return inner if os.path.isdir(inner) else checkpoint
 
 
-def compare(trained: Any, saved: Any, vocabulary: int) -> float:
+def measure_difference(trained: Any, saved: Any, vocabulary: int) -> float:
     """How far the logits lie apart, as a share of their size."""
     import torch
 

@@ -62,7 +62,8 @@ def _describe_merged_source(folder: str, trusts_code: bool) -> loading.ModelSour
 
 def _merge_adapter(loaded: Loaded) -> None:
     if not hasattr(loaded.model.base_model, "merge_and_unload"):
-        kinds = {str(config.peft_type.value) for config in loaded.model.peft_config.values()}
+        configs = loaded.model.peft_config.values()
+        kinds = {str(config.peft_type.value) for config in configs}
         names = ", ".join(sorted(kinds))
         message = f"an adapter of the kind {names} has no weights to add to the base's"
         raise ModelRefused("not-mergeable", message)
@@ -71,11 +72,12 @@ def _merge_adapter(loaded: Loaded) -> None:
 
 def _save_merged(loaded: Loaded, folder: str) -> None:
     """Weights, config, generation config, tokenizer and chat template."""
+    config = loaded.model.generation_config
     end = loaded.tokenizer.eos_token_id
     ends = loading.end_tokens(loaded.model) - {None}
     # training may have given the model another end of an answer than its base has
     if end is not None and end not in ends:
-        loaded.model.generation_config.eos_token_id = [end, *sorted(ends)] if ends else end
+        config.eos_token_id = [end, *sorted(ends)] if ends else end
     os.makedirs(folder, exist_ok=True)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
@@ -107,9 +109,7 @@ def _compute_logits(loaded: Loaded, texts: list[Any]) -> list[Any]:
 
 
 def _measure_distance(some: list[Any], others: list[Any]) -> float:
-    differences = []
-    for row, other in zip(some, others, strict=True):
-        differences.append(row - other)
+    differences = [row - other for row, other in zip(some, others, strict=True)]
     return _compute_root_mean_square(differences)
 
 

@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, observed, wrap
+from .hooks import Call, ModuleAction, observed, wrap
 from .process import ProbePiece, Process, local_rank
 from .supplies import supply_process_group
 from .watchdog import Watchdog
@@ -45,7 +46,7 @@ class Liger(ProbePiece):
         """The other kernels do not save what a patched loss saves: the logits."""
         return bool(self.calls) and self.losses <= self.calls.keys()
 
-    def watchers(self) -> dict[str, Callable[[ModuleType], None]]:
+    def watchers(self) -> dict[str, ModuleAction]:
         ops = {f"liger_kernel.ops.{name}": self.watch_op for name in OPS}
         patches = "liger_kernel.transformers.monkey_patch"
         return {patches: self.watch_patches, PREFERENCE: self.watch_preference, **ops}
@@ -177,8 +178,9 @@ class Contract(ProbePiece):
         when = f"step {step}" if step else "before the first step"
         message = message or f"{point} expected {expected}, seen {state}"
         message += f" ({when}, rank {process.rank})"
-        if point == "loss" and process.last:
-            message += f"; last finite: {_describe_step(process.last)}"
+        last = process.last
+        if point == "loss" and last is not None:
+            message += f"; last finite: {last.describe()}"
         self.record.write(
             "violation",
             point=point,
@@ -186,7 +188,7 @@ class Contract(ProbePiece):
             seen=state,
             step=step,
             rank=process.rank,
-            last=process.last or None,
+            last=None if last is None else asdict(last),
             message=message,
             stopped=self.settings.stops,
         )
@@ -199,13 +201,6 @@ class Contract(ProbePiece):
         if self.process.step_begun is not None:
             return self.process.base + 1
         return None
-
-
-def _describe_step(step: dict[str, Any]) -> str:
-    text = f"loss {step['loss']:.6g}"
-    if step["grad_norm"] is not None:
-        text += f", gradient norm {step['grad_norm']:.4g}"
-    return f"{text} at step {step['step']}"
 
 
 class Caches(ProbePiece):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, observed, wrap, wrap_known
+from .hooks import Call, observed, wrap, wrap_if_present
 from .packing import UNLABELLED, TokenBatch, side_of, starts_of
-from .process import ProbePiece, Process
+from .process import Module, ProbePiece, Process, Tensor
 
 LOOKS = 8  # micro-batches whose rows are read
 ROWS = 64  # rows that are read at most
@@ -42,6 +42,14 @@ TURN_ENDS = (
     "[/INST]",
 )
 """Tokens that end a turn in common chat templates, whatever tokenizer and model declare."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredRows:
+    """How many rows a filter of the data set has left out, and what it says of itself."""
+
+    rows: int
+    purpose: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +91,19 @@ class Data(ProbePiece):
         self.sums = dict.fromkeys(SUMS, 0)
         self.first: collections.Counter[str] = collections.Counter(rows=0)
         self.reported: tuple[int, ...] = ()
-        self.dropped: list[dict[str, Any]] | None = None
+        self.filtered: list[FilteredRows] | None = None
         self.reference_seen = False
 
     # -- the data set, before and after the trainer prepared it
 
     def watch_filters(self, module: ModuleType) -> None:
-        def filtered(call: Call) -> None:
-            if self.dropped is not None:
+        def note(call: Call) -> None:
+            if self.filtered is not None:
                 rows = len(call.owner) - len(call.result)
                 purpose = str(call.kwargs.get("desc") or "filtering")
-                self.dropped.append({"rows": rows, "while": purpose})
+                self.filtered.append(FilteredRows(rows, purpose))
 
-        wrap(module.Dataset, "filter", observed(self.record, after=filtered))
+        wrap(module.Dataset, "filter", observed(self.record, after=note))
 
     def watch_preparation(self, module: ModuleType) -> None:
         """TRL's trainers, which filter the rows and may then pack them."""
@@ -105,26 +113,26 @@ class Data(ProbePiece):
             # the last one is the name of the data set
             if texts and texts[-1] != "train":
                 return original(trainer, dataset, *args, **kwargs)
-            dropped: list[dict[str, Any]] = []
-            self.dropped = dropped
+            filtered: list[FilteredRows] = []
+            self.filtered = filtered
             try:
                 result = original(trainer, dataset, *args, **kwargs)
             finally:
-                self.dropped = None
+                self.filtered = None
             with self.record.quietly("rows of the data set"):
                 # the trainer has no arguments yet: they are passed behind the tokenizer
                 arguments = getattr(trainer, "args", None) or args[1]
                 self.saw_tokenizer(getattr(trainer, "_tokenizer", None))
-                self._tell_prepared_rows(arguments, dataset, result, dropped)
+                self._tell_prepared_rows(arguments, dataset, result, filtered)
             return result
 
         for name in ("SFTTrainer", "DPOTrainer"):
             owner = getattr(module, name, None)
             if owner is not None:
-                wrap_known(owner, ("_prepare_dataset",), prepare)
+                wrap_if_present(owner, "_prepare_dataset", prepare)
 
     def _tell_prepared_rows(
-        self, arguments: Any, dataset: Any, result: Any, dropped: list[dict[str, Any]]
+        self, arguments: Any, dataset: Any, result: Any, filtered: list[FilteredRows]
     ) -> None:
         limit = getattr(arguments, "max_length", None)
         if isinstance(limit, int) and limit > 0:
@@ -132,11 +140,11 @@ class Data(ProbePiece):
         if not hasattr(dataset, "__len__"):
             return
         before = len(dataset)
-        after = before - sum(losses["rows"] for losses in dropped)
+        after = before - sum(loss.rows for loss in filtered)
         # packs are no rows
         if hasattr(result, "__len__") and not getattr(arguments, "packing", False):
             after = len(result)
-        self.tell_rows(before, after, dropped)
+        self.tell_rows(before, after, filtered)
 
     def watch_transformation(self, module: ModuleType) -> None:
         """open-instruct's data set: its statistics count the rows before its filters."""
@@ -146,24 +154,24 @@ class Data(ProbePiece):
             if not isinstance(call.result, tuple) or not hasattr(call.result[0], "__len__"):
                 return
             rows, statistics = call.result
+            before = 0
+            filtered = []
+            for part in statistics.get("per_dataset_stats") or []:
+                before += part["initial_instances"]
+                filtered.append(FilteredRows(part["instances_filtered"], "filtering"))
             after = len(rows)
-            parts = statistics.get("per_dataset_stats") or []
-            before = sum(part["initial_instances"] for part in parts) if parts else after
-            dropped = []
-            for part in parts:
-                dropped.append({"rows": part["instances_filtered"], "while": "filtering"})
-            self.tell_rows(before, after, dropped)
+            self.tell_rows(before if filtered else after, after, filtered)
 
         owner = module.LocalDatasetTransformationCache
         wrap(owner, "load_or_transform_dataset", observed(self.record, after=loaded))
 
-    def tell_rows(self, before: int, after: int, dropped: list[dict[str, Any]]) -> None:
+    def tell_rows(self, before: int, after: int, filtered: list[FilteredRows]) -> None:
+        dropped = []
+        for loss in filtered:
+            if loss.rows:
+                dropped.append({"rows": loss.rows, "while": loss.purpose})
         self.record.write(
-            "data_rows",
-            given=before,
-            kept=after,
-            dropped=[losses for losses in dropped if losses["rows"]],
-            max_length=self.max_length,
+            "data_rows", given=before, kept=after, dropped=dropped, max_length=self.max_length
         )
 
     def saw_tokenizer(self, tokenizer: Any) -> None:
@@ -176,9 +184,10 @@ class Data(ProbePiece):
         vocabulary: Any = getattr(tokenizer, "get_added_vocab", dict)()
         self._add_ends([vocabulary.get(text) for text in TURN_ENDS])
 
-    def saw_model(self, model: Any) -> None:
+    def saw_model(self, model: Module) -> None:
         for name in ("config", "generation_config"):
-            self._add_ends(getattr(getattr(model, name, None), "eos_token_id", None))
+            config = getattr(model, name, None)
+            self._add_ends(getattr(config, "eos_token_id", None))
 
     def _add_ends(self, ends: Any) -> None:
         if not isinstance(ends, (list, tuple)):
@@ -199,7 +208,8 @@ class Data(ProbePiece):
             size = float(reference.float().abs().mean())
             self.record.write("reference_precision", dtype=kind, mean=round(size, 2))
 
-        wrap_known(module.Trainer, ("_prepare_inputs",), observed(self.record, after=prepared))
+        watch = observed(self.record, after=prepared)
+        wrap_if_present(module.Trainer, "_prepare_inputs", watch)
 
     def watch_pairs(self, module: ModuleType, open_tally: Callable[[], Any]) -> None:
         """open-instruct's DPO: the labels are in its batch of pairs, and not given to the model."""
@@ -208,9 +218,10 @@ class Data(ProbePiece):
             if not self.process.testing and sys.modules["torch"].is_grad_enabled():
                 pairs = call.argument(1, "batch")
                 chosen = side_of(pairs, "chosen")
-                self.count_pairs(chosen, side_of(pairs, "rejected"), open_tally())
+                rejected = side_of(pairs, "rejected")
+                self.count_pairs(chosen, rejected, open_tally())
 
-        wrap_known(module, ("concatenated_forward",), observed(self.record, before=forward))
+        wrap_if_present(module, "concatenated_forward", observed(self.record, before=forward))
 
     # -- batches
 
@@ -231,7 +242,7 @@ class Data(ProbePiece):
             tally.scalars["equal_pairs"].append(equal.sum())
         if not self._is_next_read():
             return
-        samples = list(split(batch))
+        samples = list(split_samples(batch))
         if is_paired:
             half = len(samples) // 2
             self._read_pairs(samples[:half], samples[half:])
@@ -240,15 +251,16 @@ class Data(ProbePiece):
 
     def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
         """A micro-batch of open-instruct's pairs."""
-        self._count_batch(_count_labels(chosen) + _count_labels(rejected), tally)
+        labels = _count_labels(chosen) + _count_labels(rejected)
+        self._count_batch(labels, tally)
         if chosen.ends is None:
             self.pairs += chosen.rows
             equal = _compare_pairs(chosen, rejected)
             tally.scalars["equal_pairs"].append(equal.sum())
         if self._is_next_read():
-            self._read_pairs(list(split(chosen)), list(split(rejected)))
+            self._read_pairs(list(split_samples(chosen)), list(split_samples(rejected)))
 
-    def _count_batch(self, labelled: Any, tally: Any) -> None:
+    def _count_batch(self, labelled: Tensor, tally: Any) -> None:
         self.batches += 1
         tally.scalars["unlabelled"].append(labelled == 0)
 
@@ -313,53 +325,48 @@ class Data(ProbePiece):
         )
 
 
-def _compare_pairs(chosen: TokenBatch, rejected: TokenBatch) -> Any:
+def _compare_pairs(chosen: TokenBatch, rejected: TokenBatch) -> Tensor:
     """Whether the two answers of each pair are the same, on the device."""
-    chosen_width = int(chosen.ids.shape[1])
-    rejected_width = int(rejected.ids.shape[1])
-    width = min(chosen_width, rejected_width)
+    width = min(int(chosen.ids.shape[1]), int(rejected.ids.shape[1]))
     same = chosen.ids[:, :width] == rejected.ids[:, :width]
     equal = same.all(1)
     if chosen.mask is not None and rejected.mask is not None:
-        chosen_lengths = chosen.mask.sum(1)
-        equal = equal & (chosen_lengths == rejected.mask.sum(1))
+        same_length = chosen.mask.sum(1) == rejected.mask.sum(1)
+        equal = equal & same_length
     return equal
 
 
-def _count_labels(batch: TokenBatch) -> Any:
+def _count_labels(batch: TokenBatch) -> Tensor:
     """How many labels there are, on the device."""
     return (batch.labels != UNLABELLED).sum()
 
 
-def split(batch: TokenBatch) -> Iterator[TokenRow]:
+def split_samples(batch: TokenBatch) -> Iterator[TokenRow]:
     """The samples of a micro-batch with labels, packed or padded."""
     ids = batch.ids.tolist()
     labels = batch.labels.tolist()
     if batch.ends is not None:
-        ends = batch.ends.tolist()
-        yield from _cut_row(ids[0], labels[0], ends, shortest=0)
+        yield from _cut_row(ids[0], labels[0], batch.ends.tolist())
     elif batch.padding is not None:
-        padding = batch.padding.tolist()
-        for row, kept in enumerate(padding):
+        for row, kept in enumerate(batch.padding.tolist()):
             tokens = itertools.compress(ids[row], kept)
             targets = itertools.compress(labels[row], kept)
             yield row_of(list(tokens), list(targets))
     elif batch.positions is not None:
         for row, positions in enumerate(batch.positions.tolist()):
             starts = starts_of(positions)
-            # padding behind the last sample has position 0 throughout
-            yield from _cut_row(ids[row], labels[row], starts, shortest=2)
+            for sample in _cut_row(ids[row], labels[row], starts):
+                # padding behind the last sample has position 0 throughout
+                if len(sample.tokens) >= 2:
+                    yield sample
     else:
         yield from map(row_of, ids, labels)
 
 
-def _cut_row(
-    tokens: list[int], labels: list[int], ends: list[int], *, shortest: int
-) -> Iterator[TokenRow]:
-    """The samples of a packed row that have `shortest` tokens at least."""
+def _cut_row(tokens: list[int], labels: list[int], ends: list[int]) -> Iterator[TokenRow]:
+    """The samples of a packed row."""
     for begin, end in itertools.pairwise(ends):
-        if end - begin >= shortest:
-            yield row_of(tokens[begin:end], labels[begin:end])
+        yield row_of(tokens[begin:end], labels[begin:end])
 
 
 def is_repeated(prompt: list[int], answer: list[int]) -> bool:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from .process import Module, Tensor
+
 
 class Unsupported(Exception):
     """Gradients cannot be compared here; the message says why."""
@@ -22,7 +24,7 @@ class GradientPiece(NamedTuple):
 
     row: int
     start: int
-    gradient: Any
+    gradient: Tensor
 
 
 class FlatRange(NamedTuple):
@@ -41,16 +43,16 @@ class Plain:
     that a gradient passes through.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], world: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], world: int) -> None:
         self.parameters = list(parameters.values())
         self.divisor = float(world)
         self.formats = [parameter.dtype for parameter in self.parameters]
 
-    def hooked(self) -> list[Any]:
+    def list_hooked(self) -> list[Tensor]:
         """By row, the tensor whose gradient autograd computes; None if there is none yet."""
         return self.parameters
 
-    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+    def iterate_pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         """What DeepSpeed's inner `optimizer` updates; of other engines all gradients."""
         for row, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -60,17 +62,19 @@ class Plain:
 class FullyShard(Plain):
     """FSDP2: a chunk of the first dimension, in the sharded parameter's gradient."""
 
-    def __init__(self, parameters: Mapping[str, Any], modules: list[Any], world: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], modules: list[Module], world: int) -> None:
         super().__init__(parameters, world)
         groups = []
         for module in modules:
-            groups.extend(_find_parameter_groups(module._get_fsdp_state()))
+            state = module._get_fsdp_state()
+            groups.extend(_find_parameter_groups(state))
         by_id: dict[int, Any] = {}
         for group in groups:
             for shard in group.fsdp_params:
                 by_id[id(shard.sharded_param)] = shard
                 # the root's parameters stay gathered between forward and backward
-                by_id[id(getattr(shard, "_unsharded_param", None))] = shard
+                gathered = getattr(shard, "_unsharded_param", None)
+                by_id[id(gathered)] = shard
         self.shards = [by_id.get(id(parameter)) for parameter in self.parameters]
         for row, shard in enumerate(self.shards):
             if shard is not None:
@@ -91,7 +95,7 @@ class FullyShard(Plain):
             if dtype is not None:
                 self.formats.append(dtype)
 
-    def hooked(self) -> list[Any]:
+    def list_hooked(self) -> list[Tensor]:
         """Autograd differentiates the gathered parameters, which the first forward pass creates."""
         tensors = []
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
@@ -100,22 +104,28 @@ class FullyShard(Plain):
             tensors.append(parameter)
         return tensors
 
-    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
-        for row, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
+    def iterate_pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+        pairs = zip(self.parameters, self.shards, strict=True)
+        for row, (parameter, shard) in enumerate(pairs):
             if parameter.grad is None:
                 continue
             if shard is None:
                 yield GradientPiece(row, 0, parameter.grad.reshape(-1))
                 continue
             local = parameter.grad._local_tensor
-            mesh = shard.mesh_info
-            rows = int(shard._orig_size[0])
-            # torch.chunk's parts: all as large as the first, the last ones shorter or empty
-            chunk = -(-rows // mesh.shard_mesh_size)
-            width = int(parameter.numel()) // max(1, rows)
             if local.numel():
-                start = mesh.shard_mesh_rank * chunk * width
+                start = _find_start(parameter, shard)
                 yield GradientPiece(row, start, local.reshape(-1))
+
+
+def _find_start(parameter: Tensor, shard: Any) -> int:
+    """The first element of a parameter that lies in this process's shard."""
+    mesh = shard.mesh_info
+    rows = int(shard._orig_size[0])
+    # torch.chunk's parts: all as large as the first, the last ones shorter or empty
+    chunk = -(-rows // mesh.shard_mesh_size)
+    width = int(parameter.numel()) // max(1, rows)
+    return int(mesh.shard_mesh_rank * chunk * width)
 
 
 def _find_parameter_groups(state: Any) -> list[Any]:
@@ -133,23 +143,24 @@ class DeepSpeed(Plain):
     By then the engine has divided them by its loss scale and clipped them: `scale` is that factor.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], engine: Any, world: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], engine: Any, world: int) -> None:
         super().__init__(parameters, world)
         outer = engine.optimizer
         self.outer = outer
         if not hasattr(outer, "optimizer"):
             raise Unsupported(f"DeepSpeed's engine steps {type(outer).__name__} itself")
         group = getattr(outer, "dp_process_group", None)
-        if group is not None and sys.modules["torch"].distributed.get_world_size(group) != world:
+        distributed = sys.modules["torch"].distributed
+        if group is not None and distributed.get_world_size(group) != world:
             raise Unsupported("gradients are averaged over a part of the processes only")
         quantized = getattr(engine, "zero_quantized_gradients", None)
         if callable(quantized) and quantized():
             raise Unsupported("gradients are quantized on their way (zero_quantized_gradients)")
+        self.divisor = 1.0
         if getattr(outer, "gradient_average", True):
             # processes of sequence parallelism share a row, and each has a part of its gradient
-            self.divisor = world / float(getattr(outer, "sequence_parallel_size", 1) or 1)
-        else:
-            self.divisor = 1.0
+            parts = getattr(outer, "sequence_parallel_size", 1) or 1
+            self.divisor = world / float(parts)
         wire = getattr(engine, "communication_data_type", None)
         if wire is not None:
             self.formats.append(wire)
@@ -161,7 +172,7 @@ class DeepSpeed(Plain):
         if not self.steppers:
             raise Unsupported(f"{type(outer.optimizer).__name__} has no hook before its step")
 
-    def scale(self) -> Any:
+    def scale(self) -> Tensor | float:
         """The factor on the averaged gradients: a number, or a tensor if the norm is one."""
         loss_scale = getattr(self.outer, "loss_scale", None) or 1.0
         limit = getattr(self.outer, "clip_grad", None) or 0.0
@@ -176,7 +187,7 @@ class DeepSpeed(Plain):
         excess = (norm.detach().float() + 1e-6) / limit
         return scale / excess.clamp(min=1.0)
 
-    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+    def iterate_pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         rows = {id(parameter): row for row, parameter in enumerate(self.parameters)}
         for group in optimizer.param_groups:
             for flat in group["params"]:
@@ -191,7 +202,7 @@ class DeepSpeed(Plain):
                     end = part.offset + part.length
                     yield GradientPiece(part.row, part.start, gradient[part.offset : end])
 
-    def _find_ranges(self, flat: Any) -> list[FlatRange]:
+    def _find_ranges(self, flat: Tensor) -> list[FlatRange]:
         """What `flat` holds; the same in every step."""
         ranges = self.ranges.get(id(flat))
         if ranges is None:
@@ -203,7 +214,7 @@ class DeepSpeed(Plain):
             self.ranges[id(flat)] = ranges
         return ranges
 
-    def _iterate_fragments(self, flat: Any) -> Iterator[FlatRange]:
+    def _iterate_fragments(self, flat: Tensor) -> Iterator[FlatRange]:
         """ZeRO 1 and 2, and the bf16 optimizer."""
         begin = flat.data_ptr()
         end = begin + flat.numel() * flat.element_size()
@@ -212,9 +223,9 @@ class DeepSpeed(Plain):
             if mapping is None or mapping.hp_fragment is None:
                 continue
             place = mapping.hp_fragment.data_ptr()
-            address = mapping.lp_fragment_address
             if begin <= place < end:
                 offset = (place - begin) // flat.element_size()
+                address = mapping.lp_fragment_address
                 yield FlatRange(row, int(address.start), offset, int(address.numel))
 
     def _iterate_shards(self, index: int | None) -> Iterator[FlatRange]:
@@ -233,14 +244,14 @@ class DeepSpeed(Plain):
                 yield FlatRange(row, start, int(position[1]), length)
 
 
-def _find_index(tensors: list[Any], tensor: Any) -> int | None:
+def _find_index(tensors: list[Tensor], tensor: Tensor) -> int | None:
     for index, each in enumerate(tensors):
         if each is tensor:
             return index
     return None
 
 
-def find_engine(model: Any, parameters: Mapping[str, Any], world: int) -> Plain:
+def find_engine(model: Module, parameters: Mapping[str, Tensor], world: int) -> Plain:
     """The engine that stands between backward and optimizer. Raises Unsupported."""
     if hasattr(model, "zero_optimization_stage"):
         return DeepSpeed(parameters, model, world)

@@ -23,7 +23,7 @@ from typing import Any
 from .contract import Contract
 from .engines import DeepSpeed, Plain, Unsupported, find_engine
 from .model import numel_of
-from .process import ProbePiece, Process
+from .process import Module, ProbePiece, Process, Tensor
 from .steps import Reading
 
 ELEMENTS = 2**21  # of all parameters, at most: three fp32 buffers and one temporary, 32 MiB
@@ -66,14 +66,16 @@ class ElementSample:
             slack = size - 1 - (self.counts[row] - 1) * self.strides[row]
             self.offsets[row] = int(dice.random() * (slack + 1))
 
-    def pick(self, row: int, tensor: Any) -> Any:
+    def pick(self, row: int, tensor: Tensor) -> Tensor:
         """The sample of a whole parameter, or of a tensor of its size."""
-        return elements(tensor, self.offsets[row], self.strides[row], self.counts[row])
+        offset = self.offsets[row]
+        return pick_elements(tensor, offset, self.strides[row], self.counts[row])
 
-    def pick_from_part(self, row: int, tensor: Any, start: int, first: int, last: int) -> Any:
+    def pick_from_part(self, row: int, tensor: Tensor, start: int, first: int, last: int) -> Tensor:
         """Samples `first` to `last` of a tensor that holds a parameter from element `start` on."""
         stride = self.strides[row]
-        return elements(tensor, self.offsets[row] + first * stride - start, stride, last - first)
+        offset = self.offsets[row] + first * stride - start
+        return pick_elements(tensor, offset, stride, last - first)
 
     def within(self, row: int, start: int, end: int) -> tuple[int, int]:
         """The range of samples that lie in the elements `start` to `end` of a parameter."""
@@ -84,18 +86,62 @@ class ElementSample:
         return first, max(first, last)
 
 
-def elements(tensor: Any, offset: int, stride: int, count: int) -> Any:
+def pick_elements(tensor: Tensor, offset: int, stride: int, count: int) -> Tensor:
     """`count` elements of the flattened tensor, `stride` apart; a view if the tensor allows one."""
     if tensor.is_contiguous():
-        return tensor.as_strided((count,), (stride,), tensor.storage_offset() + offset)
+        start = tensor.storage_offset() + offset
+        return tensor.as_strided((count,), (stride,), start)
     torch = sys.modules["torch"]
     places = torch.arange(count, device=tensor.device) * stride + offset
     return tensor[torch.unravel_index(places, tensor.shape)]
 
 
+class SampleSums:
+    """Sampled gradients on the device: a row for each parameter, with up to `width` elements.
+
+    `added` are those of the micro-batch that is computed, `sums` those of the whole step, `used`
+    those that the optimizer uses. `squares` adds up, by row, the squares of what each micro-batch
+    added. `total` is the memory of `sums` and `squares`, so that one all-reduce does for both.
+    """
+
+    def __init__(self, counts: list[int], width: int, device: Any) -> None:
+        torch = sys.modules["torch"]
+        rows = len(counts)
+        end = rows * width
+        self.total = torch.zeros(end + rows, dtype=torch.float32, device=device)
+        self.sums = self.total[:end].view(rows, width)
+        self.squares = self.total[end:]
+        self.added = torch.zeros_like(self.sums)
+        self.used = torch.zeros_like(self.sums)
+        # views that would otherwise be created in every step
+        self.targets = [row[:count] for row, count in zip(self.added, counts, strict=True)]
+        self.used_rows = list(self.used)
+        self.counts = torch.tensor(counts, device=device)
+        self.columns = torch.arange(width, device=device)
+
+    def clear(self) -> None:
+        self.total.zero_()
+        self.added.zero_()
+        self.used.zero_()
+
+    def end_micro_batch(self) -> None:
+        self.sums.add_(self.added)
+        self.squares.add_(self.added.square().sum(dim=1))
+        self.added.zero_()
+
+    def keep(self, spans: Tensor, factor: Tensor | float) -> None:
+        """Scale the sums as the engine does, and set to 0 what lies outside of the spans."""
+        inside = (self.columns >= spans[:, :1]) & (self.columns < spans[:, 1:])
+        self.sums.mul_(factor).mul_(inside)
+        self.used.mul_(inside)
+
+
 @dataclass(frozen=True, slots=True)
 class ComparedStep:
-    """A step whose comparison is on its way from the device."""
+    """A step whose comparison is on its way from the device.
+
+    `elements` were compared; their relative error may be `allowed`.
+    """
 
     step: int
     elements: int
@@ -113,7 +159,7 @@ class Gradients(ProbePiece):
     def __init__(self, process: Process, contract: Contract) -> None:
         super().__init__(process)
         self.contract = contract
-        self.model: Any = None
+        self.model: Module = None
         self.engine: Plain | None = None
         self.reason: str | None = None
         self.ready = False
@@ -122,19 +168,19 @@ class Gradients(ProbePiece):
         self.finished = False
         self.failed: BaseException | None = None
         self.handles: dict[int, Any] = {}
-        self.readings: list[Reading] = []
+        self.readings: list[Reading[ComparedStep]] = []
         self.index = 0
         self.micro_batches = 0
         self.checks = 0
         self.skipped = 0
         self.corrupt_checks = 0
-        self.corrupt: dict[str, Any] = {}
+        self.corrupt: dict[str, float | str | None] = {}
         self.largest = 0.0
         self.first_step = 0
-        self.last: dict[str, Any] = {}
+        self.last: dict[str, float | None] = {}
         self.reported: tuple[int, int] | None = None
 
-    def prepared(self, model: Any) -> None:
+    def prepared(self, model: Module) -> None:
         """A model in the form in which it will be trained: an engine, a wrapper, or itself."""
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.model = model
@@ -168,24 +214,21 @@ class Gradients(ProbePiece):
         self._begin_next_step()
 
     def _prepare_sample(self) -> None:
+        """Choose what is compared, and where its sums are kept. Raises Unsupported."""
         if not self.settings.checks("gradients"):
             raise Unsupported("`expect: {gradients: any}` switches the comparison off")
         if self.model is None:
             raise Unsupported("no model was seen on its way to the trainer")
         torch = sys.modules["torch"]
-        module = getattr(self.model, "module", self.model)
-        trained = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and numel_of(parameter):
-                trained[name] = parameter
+        trained = _find_trained_parameters(self.model)
         if not trained:
             raise Unsupported("no parameter is trained")
         engine = find_engine(self.model, trained, self.process.world)
         self.engine = engine
         self.names = list(trained)
         sizes = [numel_of(parameter) for parameter in trained.values()]
-        rows = len(sizes)
-        width = max(16, min(ROW, ELEMENTS // rows, max(sizes)))
+        fitting = ELEMENTS // len(sizes)
+        width = max(16, min(ROW, fitting, max(sizes)))
         self.sample = ElementSample(sizes, width)
         device = next(iter(trained.values())).device
         if device.type == "cpu" and torch.cuda.is_available() and not self.settings.cpu:
@@ -195,28 +238,19 @@ class Gradients(ProbePiece):
         limits = [torch.finfo(dtype) for dtype in engine.formats if dtype.is_floating_point]
         self.unit = max(limit.eps for limit in limits) / 2
         self.smallest = max(limit.smallest_normal * limit.eps for limit in limits)
-        # the sums of all rows and, behind them, the squares of what was added to each
-        self.total = torch.zeros(rows * (width + 1), dtype=torch.float32, device=device)
-        self.sums = self.total[: rows * width].view(rows, width)
-        self.squares = self.total[rows * width :]
-        self.added = torch.zeros_like(self.sums)
-        self.used = torch.zeros_like(self.sums)
-        counts = self.sample.counts
-        # views that the hooks would otherwise create in every step
-        self.targets = [row[:count] for row, count in zip(self.added, counts, strict=True)]
-        self.used_rows = list(self.used)
-        self.counts = torch.tensor(counts, device=device)
-        self.columns = torch.arange(width, device=device)
-        self.spans = [(0, 0)] * rows
-        self.scale: Any = 1.0
+        self.sums = SampleSums(self.sample.counts, width, device)
+        self.spans = [(0, 0)] * len(sizes)
+        self.scale: Tensor | float = 1.0
 
     def _hook_all(self, engine: Plain) -> None:
         """Hook the rows that have a tensor by now and no hook yet."""
         if len(self.handles) == len(self.names):
             return
-        for row, tensor in enumerate(engine.hooked()):
+        for row, tensor in enumerate(engine.list_hooked()):
             if tensor is not None and row not in self.handles:
-                self.handles[row] = tensor.register_hook(functools.partial(self._add_gradient, row))
+                target = self.sums.targets[row]
+                hook = functools.partial(self._add_gradient, row, target)
+                self.handles[row] = tensor.register_hook(hook)
 
     def unhook(self) -> None:
         """Take the hooks off, until a step that is compared begins."""
@@ -224,12 +258,12 @@ class Gradients(ProbePiece):
             handle.remove()
         self.handles.clear()
 
-    def _add_gradient(self, row: int, gradient: Any) -> None:
+    def _add_gradient(self, row: int, target: Tensor, gradient: Tensor) -> None:
         """Runs for each parameter in each backward pass, so it must be cheap."""
         if self.process.testing or not self.active:
             return
         try:
-            self.targets[row].add_(self.sample.pick(row, gradient))
+            target.add_(self.sample.pick(row, gradient))
             self.filled = True
         except Exception as error:
             self.failed = error
@@ -254,8 +288,7 @@ class Gradients(ProbePiece):
             self.unhook()
             return
         self.sample.draw(self.index)
-        for tensor in (self.total, self.added, self.used):
-            tensor.zero_()
+        self.sums.clear()
         self.spans = [(0, 0)] * len(self.spans)
 
     def begin_micro_batch(self) -> None:
@@ -278,9 +311,7 @@ class Gradients(ProbePiece):
             return
         self.filled = False
         self.micro_batches += 1
-        self.sums.add_(self.added)
-        self.squares.add_(self.added.square().sum(dim=1))
-        self.added.zero_()
+        self.sums.end_micro_batch()
 
     def _take_before_inner_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed's inner optimizer is about to use some of the flat gradients."""
@@ -299,11 +330,12 @@ class Gradients(ProbePiece):
         self.end_step()
 
     def _take_used_gradients(self, engine: Plain, optimizer: Any = None) -> None:
-        for row, start, gradient in engine.pieces(optimizer):
-            first, last = self.sample.within(row, start, start + int(gradient.numel()))
+        for row, start, gradient in engine.iterate_pieces(optimizer):
+            end = start + int(gradient.numel())
+            first, last = self.sample.within(row, start, end)
             if first < last:
                 part = self.sample.pick_from_part(row, gradient, start, first, last)
-                self.used_rows[row][first:last].copy_(part)
+                self.sums.used_rows[row][first:last].copy_(part)
                 self.spans[row] = (first, last)
 
     def end_step(self) -> None:
@@ -318,9 +350,9 @@ class Gradients(ProbePiece):
         with self.record.quietly("gradients"):
             # a process that failed takes part, as the others wait for it, and spoils the sums
             if self.failed is not None:
-                self.total.fill_(math.nan)
+                self.sums.total.fill_(math.nan)
             if self.process.world > 1:
-                sys.modules["torch"].distributed.all_reduce(self.total)
+                sys.modules["torch"].distributed.all_reduce(self.sums.total)
             if self.failed is not None:
                 self.skipped += 1
                 self.record.trouble("gradients", self.failed)
@@ -334,26 +366,25 @@ class Gradients(ProbePiece):
         """Queue the comparison on the device. `_judge_comparison` gets its result."""
         torch = sys.modules["torch"]
         engine: Any = self.engine
+        sums = self.sums
         spans = torch.tensor(self.spans, device=self.device)
-        inside = (self.columns >= spans[:, :1]) & (self.columns < spans[:, 1:])
         scale = self.scale
         if hasattr(scale, "to"):
             scale = scale.to(self.device)
         factor = scale / engine.divisor
-        self.sums.mul_(factor).mul_(inside)
-        self.used.mul_(inside)
-        true = _compute_norms(self.sums)
-        used = _compute_norms(self.used)
-        error = _compute_norms(self.used.sub_(self.sums))
-        share = (spans[:, 1] - spans[:, 0]) / self.counts
+        sums.keep(spans, factor)
+        true = _compute_norms(sums.sums)
+        used = _compute_norms(sums.used)
+        error = _compute_norms(sums.used.sub_(sums.sums))
+        share = (spans[:, 1] - spans[:, 0]) / sums.counts
         # the summands set the size of the roundings, also where they cancel out
-        summands = (self.squares * share).sqrt() * factor
+        summands = (sums.squares * share).sqrt() * factor
         additions = self.process.world + max(1, self.micro_batches) + 2
         allowed = tolerance(self.unit, additions)
-        floor = additions * self.smallest * math.sqrt(len(self.columns))
+        floor = additions * self.smallest * math.sqrt(len(sums.columns))
         limit = allowed * torch.maximum(true, summands) + floor * factor
         # where autograd itself gave no number or nothing, there is nothing to compare with
-        valid = torch.isfinite(self.squares) & torch.isfinite(true) & (self.squares > 0)
+        valid = torch.isfinite(sums.squares) & torch.isfinite(true) & (sums.squares > 0)
         ratio = (error / limit).nan_to_num(nan=math.inf, posinf=math.inf)
         ratio = torch.where(valid, ratio, 0.0)
         worst = ratio.argmax()
@@ -367,23 +398,24 @@ class Gradients(ProbePiece):
             "broken": [(ratio > 1).sum()],
         }
         compared = sum(last - first for first, last in self.spans)
-        step = ComparedStep(self.process.base + self.index, compared, allowed)
-        self.readings.append(Reading(scalars, step))
+        step = self.process.base + self.index
+        self.readings.append(Reading(scalars, ComparedStep(step, compared, allowed)))
 
     def settle(self, *, wait: bool = False) -> None:
         while self.readings and (wait or len(self.readings) > 1 or self.readings[0].is_ready()):
             with self.record.quietly("gradients"):
                 self._judge_comparison(self.readings.pop(0))
 
-    def _judge_comparison(self, reading: Reading) -> None:
+    def _judge_comparison(self, reading: Reading[ComparedStep]) -> None:
         values = {name: numbers[0] for name, numbers in reading.wait().items()}
-        compared: ComparedStep = reading.facts
+        compared = reading.facts
         if not values["valid"]:
             self.skipped += 1
             return
         self.checks += 1
         self.first_step = self.first_step or compared.step
-        self.largest = max(self.largest, min(values["ratio"], LARGEST_RATIO) * compared.allowed)
+        ratio = min(values["ratio"], LARGEST_RATIO)
+        self.largest = max(self.largest, ratio * compared.allowed)
         self.last = {
             "last_step": compared.step,
             "parameters": int(values["valid"]),
@@ -430,7 +462,7 @@ class Gradients(ProbePiece):
             state = "true"
         else:
             state = "unknown"
-        fields: dict[str, Any] = {"reason": "no optimizer step was compared"}
+        fields: dict[str, float | str | None] = {"reason": "no optimizer step was compared"}
         if self.checks:
             fields = {"first_step": self.first_step, **self.last, **self.corrupt}
         self.record.write(
@@ -448,7 +480,17 @@ class Gradients(ProbePiece):
         self.report()
 
 
-def _compute_norms(rows: Any) -> Any:
+def _find_trained_parameters(model: Module) -> dict[str, Tensor]:
+    """By name, without the wrapper that an engine puts around the model."""
+    module: Module = getattr(model, "module", model)
+    trained = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and numel_of(parameter):
+            trained[name] = parameter
+    return trained
+
+
+def _compute_norms(rows: Tensor) -> Tensor:
     return rows.square().sum(dim=1).sqrt()
 
 

@@ -30,13 +30,14 @@ class Call:
 
 
 Reaction = Callable[[Call], object]
+Replacement = Callable[..., Any]
+"""Gets the function that it replaces, then that function's arguments."""
+ModuleAction = Callable[[ModuleType], None]
+"""What is done with a module once it is imported."""
 
 
-def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `instead`, which gets the original before its arguments.
-
-    Raises AttributeError if there is no such function.
-    """
+def wrap(owner: Any, name: str, instead: Replacement) -> None:
+    """Replace `owner.name`. Raises AttributeError if there is no such function."""
     if isinstance(owner, type):
         # a static or class method itself, and not what it binds
         raw = vars(owner).get(name)
@@ -59,17 +60,16 @@ def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     setattr(owner, name, replacement)
 
 
-def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) -> None:
-    """`wrap` those of the names that this release of the package has."""
-    for name in names:
-        if vars(owner).get(name) is not None:
-            wrap(owner, name, instead)
+def wrap_if_present(owner: Any, name: str, instead: Replacement) -> None:
+    """`wrap`, unless this release of the package has no such function."""
+    if vars(owner).get(name) is not None:
+        wrap(owner, name, instead)
 
 
 def observed(
     record: EventLog, *, before: Reaction | None = None, after: Reaction | None = None
-) -> Callable[..., Any]:
-    """For `wrap`: react to each call. What fails in a reaction is a note in the record."""
+) -> Replacement:
+    """React to each call. What fails in a reaction is a note in the record."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = getattr(original, "__name__", "a call")
@@ -99,7 +99,7 @@ def load_file(path: str, name: str) -> Any:
 class Watcher:
     """An import hook that calls a function once, after the module it is registered for has run."""
 
-    def __init__(self, record: EventLog, after: dict[str, Callable[[ModuleType], None]]) -> None:
+    def __init__(self, record: EventLog, after: dict[str, ModuleAction]) -> None:
         self.record = record
         self.after = after
         self.looking: set[str] = set()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .process import EventLog, ProbePiece, Process
+from .process import EventLog, Module, ProbePiece, Process, Tensor
 
 PACKAGES = (
     "torch",
@@ -24,12 +24,12 @@ PACKAGES = (
 GIB = 2**30
 
 
-def base_of(model: Any) -> Any:
+def base_of(model: Module) -> Module:
     """The model without its adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def describe(model: Any, record: EventLog) -> dict[str, Any]:
+def describe(model: Module, record: EventLog) -> dict[str, Any]:
     """The event `model`."""
     base = model
     with record.quietly("unwrap"):
@@ -50,12 +50,12 @@ def describe(model: Any, record: EventLog) -> dict[str, Any]:
     }
 
 
-def numel_of(parameter: Any) -> int:
+def numel_of(parameter: Tensor) -> int:
     # DeepSpeed ZeRO-3 leaves a placeholder of size 0 and keeps the real count beside it
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
-def shape_of(model: Any) -> dict[str, Any]:
+def shape_of(model: Module) -> dict[str, Any]:
     """The figures that the cost of a token follows from."""
     config = getattr(model, "config", None)
     block = _find_olmo_block(model)
@@ -99,13 +99,13 @@ def _count_experts(config: Any) -> int | None:
     return None
 
 
-def _find_olmo_block(model: Any) -> Any:
+def _find_olmo_block(model: Module) -> Any:
     """The first block of an OLMo-core model; None for any other."""
     blocks: Any = getattr(model, "blocks", None)
     return next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
 
 
-def _name_olmo_attention(model: Any) -> str | None:
+def _name_olmo_attention(model: Module) -> str | None:
     """The attention of an OLMo-core model, under transformers' names; None for any other."""
     backend = getattr(getattr(_find_olmo_block(model), "attention", None), "backend", None)
     name = type(backend).__name__.lower().replace("attention", "").replace("_", "")
@@ -199,10 +199,10 @@ class Rotary(ProbePiece):
         super().__init__(process)
         self.largest_error = 0.0
 
-    def restore(self, model: Any) -> list[float]:
+    def restore(self, model: Module) -> list[float]:
         """Replace rounded frequencies by computed ones; returns the errors that remain."""
         errors = []
-        for frequency in frequencies(model):
+        for frequency in find_frequencies(model):
             error = frequency.error()
             if frequency.true is not None and error >= ROUNDED:
                 self.largest_error = max(self.largest_error, error)
@@ -211,7 +211,7 @@ class Rotary(ProbePiece):
             errors.append(error)
         return errors
 
-    def report(self, model: Any) -> None:
+    def report(self, model: Module) -> None:
         """Restore the model that is about to be trained, and record its state."""
         errors = self.restore(model)
         if not errors:
@@ -229,10 +229,10 @@ class Rotary(ProbePiece):
 class Frequency:
     """One tensor of a rotary embedding; `true` is None if the config does not give its values."""
 
-    module: Any
+    module: Module
     name: str
-    tensor: Any
-    true: Any
+    tensor: Tensor
+    true: Tensor
 
     def error(self) -> float:
         """The largest relative error of a frequency."""
@@ -248,7 +248,7 @@ class Frequency:
         setattr(self.module, self.name, self.true.to(self.tensor.device))
 
 
-def frequencies(model: Any) -> Iterator[Frequency]:
+def find_frequencies(model: Module) -> Iterator[Frequency]:
     """The frequencies of every rotary embedding in the model."""
     modules = model.modules() if hasattr(model, "modules") else ()
     for module in modules:

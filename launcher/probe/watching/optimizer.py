@@ -13,7 +13,7 @@ from typing import Any
 
 from .gradients import ElementSample
 from .model import PeakMemory
-from .process import ProbePiece, Process, finite
+from .process import ProbePiece, Process, Tensor, finite
 
 SAMPLED = 64  # gradients, each this small, that stand for a norm nobody computes
 SMALL = 2**16
@@ -37,7 +37,7 @@ class Optimizer(ProbePiece):
         self.inner: Any = None
         self.engine: Any = None
         self.scaled = False
-        self.small: list[Any] | None = None
+        self.small: list[Tensor] | None = None
 
     def saw(self, optimizer: Any, plugin: Any = None) -> None:
         """The optimizer, and accelerate's DeepSpeed plugin: what was asked for."""
@@ -61,7 +61,7 @@ class Optimizer(ProbePiece):
 
         vars(engine)["step"] = first_step
 
-    def sample_norm(self, optimizer: Any) -> Any:
+    def sample_norm(self, optimizer: Any) -> Tensor:
         """A norm of a few small gradients, on the device: not finite if any gradient is not."""
         if self.small is None:
             trained = [each for each in _collect_parameters(optimizer) if each.grad is not None]
@@ -105,14 +105,14 @@ class Optimizer(ProbePiece):
         return max(counts)
 
 
-def _collect_parameters(optimizer: Any) -> list[Any]:
+def _collect_parameters(optimizer: Any) -> list[Tensor]:
     parameters = []
     for group in getattr(optimizer, "param_groups", ()):
         parameters.extend(group["params"])
     return parameters
 
 
-def _get_local_part(tensor: Any) -> Any:
+def _get_local_part(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that this process has."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -149,7 +149,7 @@ class Movement(ProbePiece):
             self.sample.draw(0)
             self.before = self._pick_all(tensors)
 
-    def _collect_tensors(self) -> list[Any]:
+    def _collect_tensors(self) -> list[Tensor]:
         """What this process's optimizer updates, without tensors that have no element here."""
         outer = getattr(self.optimizer.engine, "optimizer", None)
         masters = None
@@ -160,7 +160,7 @@ class Movement(ProbePiece):
             masters = [parameter for parameter in parameters if parameter.requires_grad]
         return [_get_local_part(tensor) for tensor in masters if _get_local_part(tensor).numel()]
 
-    def _pick_all(self, tensors: list[Any]) -> Any:
+    def _pick_all(self, tensors: list[Tensor]) -> Tensor:
         if [int(tensor.numel()) for tensor in tensors] != self.sample.sizes:
             raise RuntimeError("the optimizer has other tensors than before its first step")
         torch = sys.modules["torch"]

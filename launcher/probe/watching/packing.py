@@ -9,13 +9,14 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .contract import Contract
+from .hooks import Call
 from .model import base_of, shape_of
-from .process import ProbePiece, Process, finite
+from .process import Module, ProbePiece, Process, Tensor, finite
 
 LOOKS = 8  # micro-batches that are looked at, at least
 TOKENS = 256  # of each of the two samples: far less than a training step holds
@@ -33,11 +34,11 @@ class TokenBatch:
     first 0, `samples` is their number. `mask` may have any shape, `padding` has that of `ids`.
     """
 
-    ids: Any
-    labels: Any = None
-    mask: Any = None
-    positions: Any = None
-    ends: Any = None
+    ids: Tensor
+    labels: Tensor = None
+    mask: Tensor = None
+    positions: Tensor = None
+    ends: Tensor = None
     samples: int = 0
 
     @property
@@ -49,7 +50,7 @@ class TokenBatch:
         return 1 if self.is_flat else int(self.ids.shape[0])
 
     @property
-    def padding(self) -> Any:
+    def padding(self) -> Tensor:
         if self.mask is None or self.mask.dim() != 2:
             return None
         return self.mask
@@ -64,39 +65,71 @@ class TokenBatch:
             starts = self.positions == 0
             # padding behind the last sample has position 0 throughout
             padding = (starts[:, 1:] & starts[:, :-1]).sum()
-            return starts.sum() - padding, self.positions.numel() - padding
+            tokens = self.positions.numel() - padding
+            return starts.sum() - padding, tokens
         return self.rows, self.ids.numel()
 
 
-def batch_of(ids: Any, facts: dict[str, Any]) -> TokenBatch:
-    """What a model of transformers' is given, or what is known under the same names."""
-    return TokenBatch(
+def batch_of(ids: Tensor, arguments: Mapping[str, Any]) -> TokenBatch:
+    """What a model is given, by the names of transformers' and OLMo-core's arguments."""
+    ends = arguments.get("cu_seq_lens_q")
+    batch = TokenBatch(
         ids,
-        _keep_if_shaped_as(ids, facts.get("labels")),
-        facts.get("attention_mask"),
-        _keep_if_shaped_as(ids, facts.get("position_ids")),
-        facts.get("cu_seq_lens_q"),
-        _count_samples(facts.get("cu_seq_lens_q")),
+        labels=_keep_if_shaped_as(ids, arguments.get("labels")),
+        mask=arguments.get("attention_mask"),
+        positions=_keep_if_shaped_as(ids, arguments.get("position_ids")),
+        ends=ends,
+        samples=_count_samples(ends),
     )
+    lengths = arguments.get("doc_lens")
+    if lengths is None or ids.dim() != 2:
+        return batch
+    return _read_olmo_core(batch, lengths)
 
 
-def side_of(pairs: dict[str, Any], branch: str) -> TokenBatch:
+def _read_olmo_core(batch: TokenBatch, lengths: Tensor) -> TokenBatch:
+    """A batch of OLMo-core's with the positions and labels that transformers would have.
+
+    OLMo-core passes the lengths of documents, of which the last may be padding, and as labels the
+    next token.
+    """
+    torch = sys.modules["torch"]
+    pad = torch.nn.functional.pad
+    ids = batch.ids
+    rows, width = ids.shape
+    ends = lengths.to(ids.device).cumsum(1)
+    places = torch.arange(width, device=ids.device).expand(rows, width)
+    document = torch.searchsorted(ends, places.contiguous(), right=True)
+    begins = pad(ends, (1, 0)).gather(1, document)
+    positions = places - begins
+    if batch.labels is None:
+        return replace(batch, positions=positions)
+    labels = pad(batch.labels[:, :-1], (1, 0), value=UNLABELLED)
+    # padding repeats one token to the end of the row, without a label
+    repeats = (ids == ids[:, -1:]) & (labels == UNLABELLED)
+    from_end = repeats.int().flip(1)
+    padding = from_end.cumprod(1).flip(1).bool()
+    positions = positions.masked_fill(padding, 0)
+    return replace(batch, labels=labels, positions=positions)
+
+
+def side_of(pairs: Mapping[str, Any], branch: str) -> TokenBatch:
     """The chosen or the rejected answers of a micro-batch of pairs, under open-instruct's names."""
     ends = pairs.get(f"{branch}_cu_seq_lens_k")
     return TokenBatch(
         pairs[f"{branch}_input_ids"],
-        pairs.get(f"{branch}_labels"),
-        pairs.get(f"{branch}_attention_mask"),
+        labels=pairs.get(f"{branch}_labels"),
+        mask=pairs.get(f"{branch}_attention_mask"),
         ends=ends,
         samples=_count_samples(ends),
     )
 
 
-def _count_samples(ends: Any) -> int:
+def _count_samples(ends: Tensor) -> int:
     return 0 if ends is None else int(ends.numel()) - 1
 
 
-def _keep_if_shaped_as(ids: Any, tensor: Any) -> Any:
+def _keep_if_shaped_as(ids: Tensor, tensor: Tensor) -> Tensor:
     if tensor is None or ids.dim() != 2 or tensor.shape != ids.shape:
         return None
     return tensor
@@ -112,7 +145,7 @@ class Packing(ProbePiece):
         self.looks = 0
         self.tested = False
 
-    def look(self, module: Any, batch: TokenBatch) -> None:
+    def look(self, module: Module, batch: TokenBatch) -> None:
         """Record whether this micro-batch is packed."""
         # each look reads the device; a packed batch settles it
         if self.on or (self.looks >= LOOKS and self.process.step >= self.settings.within):
@@ -132,7 +165,7 @@ class Packing(ProbePiece):
         else:
             self.contract.note("packing", state)
 
-    def _describe_packing(self, module: Any, batch: TokenBatch) -> str | None:
+    def _describe_packing(self, module: Module, batch: TokenBatch) -> str | None:
         """How the batch shows that its rows hold several samples; None if it does not."""
         if batch.samples > 1:
             return f"{batch.samples} samples in one row (cu_seq_lens)"
@@ -145,11 +178,12 @@ class Packing(ProbePiece):
             return f"samples run on in {batch.rows} row(s), with no boundary but their end"
         return None
 
-    def test(self, module: Any, args: Any, kwargs: dict[str, Any], batch: TokenBatch) -> None:
+    def test(self, call: Call, batch: TokenBatch) -> None:
         """Test isolation, once, at the first micro-batch that is packed on every rank.
 
-        The forward pass of a sharded model is a collective, so the ranks agree on it first. Whether
-        they ask each other depends on the settings alone, which are the same on all.
+        `call` is that of the model. The forward pass of a sharded model is a collective, so the
+        ranks agree on it first. Whether they ask each other depends on the settings alone, which
+        are the same on all.
         """
         process = self.process
         if self.tested or not self.settings.isolation or process.step >= self.settings.within:
@@ -162,7 +196,7 @@ class Packing(ProbePiece):
         begun = time.perf_counter()
         try:
             if self.on:
-                pair = two_samples(module, args, kwargs, batch)
+                pair = cut_two_samples(call, batch)
         except Exception as failure:
             error = failure
         is_packed = _all_agree(pair is not None, batch.ids.device, process.world)
@@ -170,8 +204,9 @@ class Packing(ProbePiece):
             self.tested = True
             process.testing = True
             try:
-                before, after = leak(module, pair)
-                self._tell_losses(module, before, after, pair, time.perf_counter() - begun)
+                before, after = measure_leak(call.owner, pair)
+                seconds = time.perf_counter() - begun
+                self._tell_losses(call.owner, before, after, pair, seconds)
             except Exception as failure:
                 error = failure
             finally:
@@ -183,7 +218,7 @@ class Packing(ProbePiece):
             self.record.write("packing_isolation", state="untested", reason=reason)
 
     def _tell_losses(
-        self, module: Any, before: float, after: float, pair: "SamplePair", seconds: float
+        self, module: Module, before: float, after: float, pair: "SamplePair", seconds: float
     ) -> None:
         base = base_of(module)
         # the same shapes give the same bits; only experts change their order
@@ -210,35 +245,6 @@ class Packing(ProbePiece):
             self.contract.saw("packing", state)
 
 
-def facts_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positions and labels of OLMo-core's rows, in transformers' form; empty for other models.
-
-    OLMo-core passes the lengths of documents (`doc_lens`), of which the last may be padding, and as
-    labels the next token.
-    """
-    lengths = kwargs.get("doc_lens")
-    if lengths is None or ids.dim() != 2:
-        return {}
-    torch = sys.modules["torch"]
-    pad = torch.nn.functional.pad
-    rows, width = ids.shape
-    ends = lengths.to(ids.device).cumsum(1)
-    places = torch.arange(width, device=ids.device).expand(rows, width)
-    document = torch.searchsorted(ends, places.contiguous(), right=True)
-    begins = pad(ends, (1, 0)).gather(1, document)
-    positions = places - begins
-    labels = kwargs.get("labels")
-    if labels is None or labels.shape != ids.shape:
-        return {"position_ids": positions}
-    shifted = pad(labels[:, :-1], (1, 0), value=UNLABELLED)
-    # padding repeats one token to the end of the row, without a label
-    repeats = (ids == ids[:, -1:]) & (shifted == UNLABELLED)
-    from_end = repeats.int().flip(1)
-    padding = from_end.cumprod(1).flip(1).bool()
-    positions = positions.masked_fill(padding, 0)
-    return {"labels": shifted, "position_ids": positions}
-
-
 def _all_agree(agrees: bool, device: Any, world: int) -> bool:
     if world == 1:
         return agrees
@@ -251,7 +257,7 @@ def _all_agree(agrees: bool, device: Any, world: int) -> bool:
     return bool(flag.item())
 
 
-def end_of_first(module: Any, batch: TokenBatch) -> int | None:
+def end_of_first(module: Module, batch: TokenBatch) -> int | None:
     """Where the first sample of a full row without boundaries ends, by its end-of-text token."""
     if batch.is_flat:
         return None
@@ -274,10 +280,11 @@ def starts_of(positions: Sequence[int]) -> list[int]:
     return [*starts, len(positions)]
 
 
-def _find_spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
+def _find_spans(module: Module, batch: TokenBatch) -> tuple[int, list[Span]]:
     """A row with several samples, and where they are; no spans if there is none."""
     if batch.ends is not None:
-        return 0, list(itertools.pairwise(batch.ends.tolist()))
+        ends = batch.ends.tolist()
+        return 0, list(itertools.pairwise(ends))
     if batch.positions is not None:
         for row, positions in enumerate(batch.positions.tolist()):
             starts = starts_of(positions)
@@ -286,7 +293,8 @@ def _find_spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
     end = end_of_first(module, batch)
     if end is None:
         return 0, []
-    return 0, [(0, end), (end, int(batch.ids.shape[-1]))]
+    length = int(batch.ids.shape[-1])
+    return 0, [(0, end), (end, length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,79 +305,99 @@ class SamplePair:
     """
 
     batch: dict[str, Any]
-    changed: Any
+    changed: Tensor
     first: int
     second: int
 
 
-def two_samples(
-    module: Any, args: Any, kwargs: dict[str, Any], whole: TokenBatch
-) -> SamplePair | None:
+@dataclass(frozen=True, slots=True)
+class PairPlace:
+    """Where two adjacent samples begin in a row, and how many tokens of each are taken."""
+
+    row: int
+    begin: int
+    split: int
+    first: int
+    second: int
+
+    @property
+    def tokens(self) -> int:
+        return self.first + self.second
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        line = tensor[self.row : self.row + 1]
+        first = line[:, self.begin : self.begin + self.first]
+        second = line[:, self.split : self.split + self.second]
+        return sys.modules["torch"].cat([first, second], dim=1)
+
+
+def cut_two_samples(call: Call, whole: TokenBatch) -> SamplePair | None:
     """The first two adjacent samples of a packed batch, each cut to `TOKENS`.
 
-    `args` and `kwargs` are what the model is given. None if there are no two such samples. Raises
-    ValueError if the batch has parts of unknown meaning.
+    `call` is the model's. None if there are no two such samples. Raises ValueError if the batch has
+    parts of unknown meaning.
     """
     ids = whole.ids
-    if whole.is_flat or len(args) > 1:
+    # the model itself, and its ids
+    if whole.is_flat or len(call.args) > 2:
         raise ValueError("the batch is not plain rows of tokens")
-    if kwargs.get("shift_labels") is not None:
+    if call.kwargs.get("shift_labels") is not None:
         raise ValueError("the sequence is split over several GPUs")
-    row, spans = _find_spans(module, whole)
-    neighbours = _find_first_neighbours(spans)
-    if neighbours is None:
+    row, spans = _find_spans(call.owner, whole)
+    place = _find_pair(row, spans)
+    if place is None:
         return None
-    torch = sys.modules["torch"]
-    begin, split, end = neighbours
-    first = min(split - begin, TOKENS)
-    second = min(end - split, TOKENS)
-
-    def cut(tensor: Any) -> Any:
-        line = tensor[row : row + 1]
-        return torch.cat([line[:, begin : begin + first], line[:, split : split + second]], dim=1)
-
-    batch: dict[str, Any] = {"input_ids": cut(ids)}
-    for name, value in kwargs.items():
-        if name in ("input_ids", "num_items_in_batch") or value is None:
-            continue
-        shape = tuple(value.shape) if hasattr(value, "shape") else ()
-        if name == "doc_lens":
-            batch[name] = torch.tensor([[first, second]], dtype=value.dtype, device=value.device)
-        elif name == "max_doc_lens":
-            batch[name] = [max(first, second)]
-        elif name == "loss_div_factor":
-            # OLMo-core divides by the tokens of the whole batch, the pair has these alone
-            batch[name] = float(second - 1)
-        elif name.startswith("cu_seq_lens"):
-            ends = [0, first, first + second]
-            batch[name] = torch.tensor(ends, dtype=value.dtype, device=value.device)
-        elif name.startswith("max_length"):
-            batch[name] = max(first, second)
-        elif shape == tuple(ids.shape):
-            batch[name] = cut(value)
-        elif int(ids.shape[-1]) in shape:
-            raise ValueError(f"`{name}` has a shape that is not known")
-        else:
-            batch[name] = value
+    batch: dict[str, Any] = {"input_ids": place.cut(ids)}
+    for name, value in call.kwargs.items():
+        if name not in ("input_ids", "num_items_in_batch") and value is not None:
+            batch[name] = _cut_argument(name, value, place, tuple(ids.shape))
+    first = place.first
     if "seq_idx" in batch:
-        is_second = torch.arange(first + second, device=ids.device)[None] >= first
+        torch = sys.modules["torch"]
+        is_second = torch.arange(place.tokens, device=ids.device)[None] >= first
         batch["seq_idx"] = is_second.to(batch["seq_idx"].dtype)
     if "labels" in batch:
         batch["labels"] = _label_second(batch, first)
     changed = _change_first(batch["input_ids"], first)
-    return None if changed is None else SamplePair(batch, changed, first, second)
+    if changed is None:
+        return None
+    return SamplePair(batch, changed, first, place.second)
 
 
-def _find_first_neighbours(spans: list[Span]) -> tuple[int, int, int] | None:
-    """Where the first two adjacent samples begin, meet and end."""
+def _cut_argument(name: str, value: Any, place: PairPlace, shape: tuple[int, ...]) -> Any:
+    """An argument of the model for the pair alone; `shape` is that of the batch's ids."""
+    longer = max(place.first, place.second)
+    if name == "doc_lens":
+        return value.new_tensor([[place.first, place.second]])
+    if name == "max_doc_lens":
+        return [longer]
+    if name == "loss_div_factor":
+        # OLMo-core divides by the tokens of the whole batch, the pair has these alone
+        return float(place.second - 1)
+    if name.startswith("cu_seq_lens"):
+        return value.new_tensor([0, place.first, place.tokens])
+    if name.startswith("max_length"):
+        return longer
+    own_shape = tuple(getattr(value, "shape", ()))
+    if own_shape == shape:
+        return place.cut(value)
+    if shape[-1] in own_shape:
+        raise ValueError(f"`{name}` has a shape that is not known")
+    return value
+
+
+def _find_pair(row: int, spans: list[Span]) -> PairPlace | None:
+    """The first two adjacent samples of two tokens or more."""
     long = [span for span in spans if span[1] - span[0] >= 2]
     for (begin, split), (start, end) in itertools.pairwise(long):
         if split == start:
-            return begin, split, end
+            first = min(split - begin, TOKENS)
+            second = min(end - split, TOKENS)
+            return PairPlace(row, begin, split, first, second)
     return None
 
 
-def _label_second(batch: dict[str, Any], first: int) -> Any:
+def _label_second(batch: dict[str, Any], first: int) -> Tensor:
     """Labels of the second sample alone, without its first token, which nobody predicts."""
     labels = batch["input_ids"].clone()
     labels[:, : first + 1] = UNLABELLED
@@ -380,7 +408,7 @@ def _label_second(batch: dict[str, Any], first: int) -> Any:
     return labels
 
 
-def _change_first(ids: Any, first: int) -> Any:
+def _change_first(ids: Tensor, first: int) -> Tensor:
     """The ids with other tokens in their first sample; None if all tokens are the same."""
     changed = ids.clone()
     changed[:, :first] = ids[:, :first].flip(1)
@@ -391,7 +419,7 @@ def _change_first(ids: Any, first: int) -> Any:
     return changed
 
 
-def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
+def measure_leak(module: Module, pair: SamplePair) -> tuple[float, float]:
     """The second sample's loss beside the first sample, and beside the changed one.
 
     In training mode, with the same random numbers for both. It leaves nothing behind: no gradient,
@@ -423,7 +451,7 @@ def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
     return before, after
 
 
-def _read_loss(result: Any, ids: Any, first: int) -> Any:
+def _read_loss(result: Any, ids: Tensor, first: int) -> Tensor:
     """The mean loss of the tokens behind `first`, whatever form the model returns it in."""
     torch = sys.modules["torch"]
     log_probs = getattr(result, "log_probs", None)

@@ -9,9 +9,10 @@ from typing import Any
 from .contract import Caches, Contract, Liger
 from .data import Data
 from .gradients import Gradients
+from .hooks import Call
 from .model import PeakMemory, Rotary, base_of, describe, describe_device
 from .optimizer import Movement, Optimizer
-from .packing import Packing, batch_of, facts_by_lengths, side_of
+from .packing import Packing, batch_of, side_of
 from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import ClosedStep, Pairs, Steps, Tally
@@ -65,36 +66,34 @@ class Probe:
         model.register_forward_pre_hook(self.begin_forward, with_kwargs=True, prepend=True)
         self.contract.saw("attention", facts["attention"])
 
-    def begin_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.process.testing:
             return
         self.watchdog.beat()
         with self.record.quietly("forward"):
-            ids = args[0] if args else None
-            ids = kwargs.get("input_ids", ids)
+            call = Call((module, *args), kwargs)
+            ids = call.argument(1, "input_ids")
+            is_training = getattr(module, "training", True)
             # a reference pass may run on a model in training mode
-            is_graded = getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)
-            if ids is not None and getattr(module, "training", True) and is_graded():
-                self._begin_training_pass(module, args, ids, kwargs)
+            if ids is not None and is_training and _is_grad_enabled():
+                self._begin_training_pass(call, ids)
 
-    def _begin_training_pass(
-        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any]
-    ) -> None:
+    def _begin_training_pass(self, call: Call, ids: Any) -> None:
         self.close_step()
         self.steps.settle()
         if self.process.step_begun is None:
             self._begin_first_step()
         # a save or an evaluation is over
         self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
-        batch = batch_of(ids, {**kwargs, **facts_by_lengths(ids, kwargs)})
+        batch = batch_of(ids, call.kwargs)
         if self.pairs.hidden is None:
             self.tally.add_batch(batch)
         # dpo_utils.py::concatenated_forward_olmo[output = model] gives the model less
         batch = self.pairs.complete(batch)
         with self.record.quietly("data"):
             self.data.count_batch(batch, self.tally)
-        self.packing.look(module, batch)
-        self.packing.test(module, args, kwargs, batch)
+        self.packing.look(call.owner, batch)
+        self.packing.test(call, batch)
 
     def _begin_first_step(self) -> None:
         self.process.step_begun = time.perf_counter()
@@ -135,10 +134,8 @@ class Probe:
                 return
             # the engine has stepped inside its backward, and has the norm of all gradients
             self.gradients.end_step()
-            engine = self.optimizer.engine
-            norm = None if engine is None else engine.get_global_grad_norm()
-            if norm is not None:
-                self.tally.set_norm(norm)
+            if self.optimizer.engine is not None:
+                self.clipped(self.optimizer.engine.get_global_grad_norm())
             self.close_step()
 
     def begin_step(self) -> None:
@@ -179,8 +176,9 @@ class Probe:
         now = time.perf_counter()
         seconds = now - (process.step_begun or process.begun)
         self.watchdog.end_step(seconds, first=process.step == 1)
-        losses = self.tally.scalars["loss"]
-        parts = 1 if self.settings.divides_loss else max(1, len(losses))
+        parts = 1
+        if not self.settings.divides_loss:
+            parts = max(1, len(self.tally.scalars["loss"]))
         event = self._build_step_event(now)
         self.steps.add(self.tally, ClosedStep(seconds, self.optimizer.scaled, parts, event))
         # a step lasts from the end of the one before: it includes data loading and logging
@@ -286,8 +284,17 @@ class Probe:
         self.record.write("end", exit=VIOLATION)
         say(f"stopped: {message}")
         with contextlib.suppress(Exception):
-            for name in ("multiprocessing", "multiprocess"):
-                if name in sys.modules:
-                    for child in sys.modules[name].active_children():
-                        child.kill()
+            _kill_data_workers()
         os._exit(VIOLATION)
+
+
+def _is_grad_enabled() -> bool:
+    torch: Any = sys.modules.get("torch")
+    return not hasattr(torch, "is_grad_enabled") or torch.is_grad_enabled()
+
+
+def _kill_data_workers() -> None:
+    for name in ("multiprocessing", "multiprocess"):
+        if name in sys.modules:
+            for child in sys.modules[name].active_children():
+                child.kill()

@@ -26,6 +26,11 @@ NOTES = 20  # written at most: what fails in every step fails in the same way
 ROOM = 2**20  # bytes of events that are kept while the disk is full
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
+Tensor = Any
+"""A tensor of torch, which the probe does not import."""
+Module = Any
+"""A module of torch: the model, in most places."""
+
 
 class Console(io.FileIO):
     """A console log that drops what a full disk does not take, instead of ending the training."""
@@ -198,7 +203,7 @@ class Settings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Settings":
         # an attempt that waited in a queue may have been written by another release of launch
-        names = {each.name for each in dataclasses.fields(cls)}
+        names = {setting.name for setting in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
     def checks(self, point: str) -> bool:
@@ -207,6 +212,21 @@ class Settings:
     @property
     def stops(self) -> bool:
         return self.on_violation == "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class FiniteStep:
+    """A step whose loss is a number."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+
+    def describe(self) -> str:
+        text = f"loss {self.loss:.6g}"
+        if self.grad_norm is not None:
+            text += f", gradient norm {self.grad_norm:.4g}"
+        return f"{text} at step {self.step}"
 
 
 class Process:
@@ -228,7 +248,7 @@ class Process:
         self.base = 0
         self.resumed = False
         self.testing = False
-        self.last: dict[str, Any] = {}
+        self.last: FiniteStep | None = None
 
     @property
     def at(self) -> int:

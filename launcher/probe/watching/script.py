@@ -4,13 +4,11 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 from . import supplies, trainers
-from .hooks import Watcher, load_file
+from .hooks import ModuleAction, Watcher, load_file
 from .probe import Probe
 from .process import ARGUMENT, SETTINGS, Console, attempt_number, say, spare_streams
 
@@ -30,7 +28,7 @@ LIBRARIES = {
 EXPORTING = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
 
 
-def watchers(probe: Probe) -> dict[str, Callable[[ModuleType], None]]:
+def watchers(probe: Probe) -> dict[str, ModuleAction]:
     """What is called with each module once it is imported."""
     settings = probe.settings
     watching = {**LIBRARIES, **settings.watchers}
@@ -46,7 +44,7 @@ def watchers(probe: Probe) -> dict[str, Callable[[ModuleType], None]]:
     return actions
 
 
-def word(shown: str) -> str:
+def resolve_word(shown: str) -> str:
     """A word of the command line: a secret is in a variable, which the word names."""
     if not shown.startswith(f"${ARGUMENT}"):
         return shown
@@ -54,7 +52,7 @@ def word(shown: str) -> str:
 
 
 def run(target: str) -> None:
-    sys.argv = [target, *map(word, sys.argv[1:])]
+    sys.argv = [target, *map(resolve_word, sys.argv[1:])]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(target))
     runpy.run_path(target, run_name="__main__")

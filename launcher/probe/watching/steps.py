@@ -5,13 +5,15 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .contract import Caches, Contract
 from .data import Data
 from .model import torch_in_use
 from .packing import Packing, TokenBatch
-from .process import ProbePiece, Process, finite, say
+from .process import FiniteStep, ProbePiece, Process, Tensor, finite, say
+
+Facts = TypeVar("Facts")
 
 
 class Tally:
@@ -22,19 +24,19 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.scalars: collections.defaultdict[str, list[Any]] = collections.defaultdict(list)
+        self.scalars: collections.defaultdict[str, list[Tensor]] = collections.defaultdict(list)
         self.micro_batches = 0
         self.positions = 0
         self.interrupted = False
 
-    def add_loss(self, loss: Any) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         self.scalars["loss"].append(loss.detach())
         self.micro_batches += 1
 
-    def set_norm(self, norm: Any) -> None:
+    def set_norm(self, norm: Tensor) -> None:
         self.scalars["norm"] = [norm]
 
-    def add_rewards(self, chosen: Any, rejected: Any) -> None:
+    def add_rewards(self, chosen: Tensor, rejected: Tensor) -> None:
         """The rewards of a micro-batch of pairs, as the loss has computed them."""
         chosen = chosen.detach()
         rejected = rejected.detach()
@@ -45,7 +47,7 @@ class Tally:
         samples, tokens = batch.count()
         self.add_counts(int(batch.ids.numel()), samples, tokens)
 
-    def add_counts(self, positions: int, samples: Any, tokens: Any) -> None:
+    def add_counts(self, positions: int, samples: Tensor | int, tokens: Tensor | int) -> None:
         self.positions += positions
         self.scalars["rows"].append(samples)
         self.scalars["tokens"].append(tokens)
@@ -112,10 +114,10 @@ class Pairs(ProbePiece):
             say(f"warning: {message}: rows are computed whole, however many pairs they hold")
 
 
-class Reading:
+class Reading(Generic[Facts]):
     """Numbers on their way from the device; `facts` say what they are about."""
 
-    def __init__(self, scalars: dict[str, list[Any]], facts: Any) -> None:
+    def __init__(self, scalars: dict[str, list[Tensor]], facts: Facts) -> None:
         self.facts = facts
         self.values: dict[str, list[float]] = {}
         self.places: list[tuple[str, int]] = []
@@ -132,21 +134,26 @@ class Reading:
                     value = float(item)
                 self.values[name].append(value)
         if waiting:
-            torch = sys.modules["torch"]
-            # one copy into pinned memory, queued behind the work of the step
-            self.host = torch.empty(len(waiting), dtype=torch.float64, pin_memory=True)
-            self.host.copy_(torch.stack(waiting), non_blocking=True)
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
+            self._start_copy(waiting)
+
+    def _start_copy(self, scalars: list[Tensor]) -> None:
+        """One copy into pinned memory, queued behind the work of the step."""
+        torch = sys.modules["torch"]
+        self.host = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
+        self.host.copy_(torch.stack(scalars), non_blocking=True)
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
 
     def is_ready(self) -> bool:
         return self.event is None or bool(self.event.query())
 
     def wait(self) -> dict[str, list[float]]:
-        if self.event is not None:
-            self.event.synchronize()
-            for (name, index), value in zip(self.places, self.host.tolist(), strict=True):
-                self.values[name][index] = value
+        if self.event is None:
+            return self.values
+        self.event.synchronize()
+        arrived = self.host.tolist()
+        for (name, index), value in zip(self.places, arrived, strict=True):
+            self.values[name][index] = value
         return self.values
 
 
@@ -175,7 +182,7 @@ class Steps(ProbePiece):
         self.caches = caches
         self.pairs = pairs
         self.data = data
-        self.readings: collections.deque[Reading] = collections.deque()
+        self.readings: collections.deque[Reading[ClosedStep]] = collections.deque()
         self.clock: Any = None
 
     def start_clock(self) -> None:
@@ -195,9 +202,9 @@ class Steps(ProbePiece):
             with self.record.quietly("step"):
                 self.finish(self.readings.popleft())
 
-    def finish(self, reading: Reading) -> None:
+    def finish(self, reading: Reading[ClosedStep]) -> None:
         values = reading.wait()
-        closed: ClosedStep = reading.facts
+        closed = reading.facts
         event = closed.event
         step = event["step"]
         self.data.add_sums(values)
@@ -234,11 +241,11 @@ class Steps(ProbePiece):
         elif not stable:
             self.contract.tell_nonfinite("gradient", gradient, step)
         elif mean is not None:
-            self.process.last = {"step": step, "loss": mean, "grad_norm": finite(norm)}
+            self.process.last = FiniteStep(step, mean, finite(norm))
             if step == 1:
                 self.caches.check_first_loss(mean)
 
-    def _measure_device_seconds(self, reading: Reading, seconds: float) -> float:
+    def _measure_device_seconds(self, reading: Reading[ClosedStep], seconds: float) -> float:
         """By the device's clock, since the step before; `seconds`, the host's, without a device."""
         if reading.event is None:
             return seconds

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .hooks import wrap, wrap_known
+from .hooks import wrap, wrap_if_present
 from .process import EventLog
 
 
@@ -61,7 +61,8 @@ def supply_memory_monitor(record: EventLog, module: ModuleType) -> None:
     (olmo_core_utils.py::build_base_callbacks[GPUMemoryMonitorCallback]).
     """
     nothing = constant(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
-    wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
+    for method in ("pre_train", "pre_step", "post_step"):
+        wrap_if_present(module.GPUMemoryMonitorCallback, method, nothing)
 
 
 def supply_documents(record: EventLog, module: ModuleType) -> None:
@@ -81,6 +82,7 @@ def supply_documents(record: EventLog, module: ModuleType) -> None:
 
 
 def _attend_by_document(backend: Any, qkv: Any, cu_doc_lens: Any) -> Any:
+    """Attention of each token to those before it in its document; shapes as flash-attn has them."""
     import torch
 
     queries, keys, values = qkv
@@ -88,17 +90,20 @@ def _attend_by_document(backend: Any, qkv: Any, cu_doc_lens: Any) -> Any:
     places = torch.arange(rows * length, device=queries.device)
     ends = cu_doc_lens[1:].to(places.dtype)
     documents = torch.searchsorted(ends, places, right=True).view(rows, length)
-    order = torch.arange(length, device=queries.device)
+    is_same_document = documents[:, :, None] == documents[:, None, :]
+    order = places[:length]
     distance = order[:, None] - order[None, :]
-    mask = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
+    mask = is_same_document & (distance >= 0)
     window = backend.window_size[0]
     if window >= 0:
         mask = mask & (distance <= window)
     repeated = backend.n_heads // backend.n_kv_heads
+    keys = keys.repeat_interleave(repeated, dim=2)
+    values = values.repeat_interleave(repeated, dim=2)
     attended = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(1, 2),
-        keys.repeat_interleave(repeated, dim=2).transpose(1, 2),
-        values.repeat_interleave(repeated, dim=2).transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
         attn_mask=mask[:, None],
         scale=backend.scale,
     )
@@ -109,7 +114,7 @@ def supply_cuda_counters(record: EventLog, module: ModuleType) -> None:
     """finetune.py::main[reserved_mem_GiB] and
     dpo_utils.py::build_reference_logprobs_cache[mem_GB] read them without asking for a GPU.
     """
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,
         "current_device": 0,

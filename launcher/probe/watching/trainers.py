@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, load_file, observed, wrap, wrap_known
+from .hooks import Call, ModuleAction, Replacement, load_file, observed, wrap, wrap_if_present
 from .probe import Probe
 from .process import TOKENISED, EventLog
 from .watchdog import EVALUATION, SAVING
@@ -39,10 +39,13 @@ def watch_accelerate(probe: Probe, module: ModuleType) -> None:
                     probe.saw_model(item)
                 elif hasattr(item, "param_groups") and hasattr(item, "zero_grad"):
                     state = getattr(call.owner, "state", None)
-                    probe.optimizer.saw(item, getattr(state, "deepspeed_plugin", None))
+                    plugin = getattr(state, "deepspeed_plugin", None)
+                    probe.optimizer.saw(item, plugin)
 
     def prepared(call: Call) -> None:
-        items = call.result if isinstance(call.result, (tuple, list)) else [call.result]
+        items = call.result
+        if not isinstance(items, (tuple, list)):
+            items = [items]
         for item in items:
             with record.quietly("prepared"):
                 if hasattr(item, "zero_optimization_stage"):
@@ -63,17 +66,18 @@ def watch_accelerate(probe: Probe, module: ModuleType) -> None:
     owner = module.Accelerator
     wrap(owner, "prepare", observed(record, before=preparing, after=prepared))
     wrap(owner, "backward", backward)
-    wrap_known(owner, ("clip_grad_norm_",), clipping(probe))
-    wrap_known(owner, ("save_state", "get_state_dict"), resting(probe, SAVING))
-    wrap_known(owner, ("load_state",), resuming(probe))
-    wrap_known(owner, ("accumulate",), accumulating(probe))
+    wrap_if_present(owner, "clip_grad_norm_", react_to_clipping(probe))
+    wrap_if_present(owner, "save_state", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "get_state_dict", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "load_state", react_to_loading(probe))
+    wrap_if_present(owner, "accumulate", react_to_accumulation(probe))
 
 
 def _is_model(item: Any) -> bool:
     return hasattr(item, "named_parameters") and hasattr(item, "forward")
 
 
-def clipping(probe: Probe) -> Callable[..., Any]:
+def react_to_clipping(probe: Probe) -> Replacement:
     return observed(
         probe.record,
         before=lambda _: probe.before_clipping(),
@@ -81,12 +85,13 @@ def clipping(probe: Probe) -> Callable[..., Any]:
     )
 
 
-def resting(probe: Probe, phase: str | None) -> Callable[..., Any]:
+def react_to_pause(probe: Probe, phase: str | None) -> Replacement:
+    """A save, an evaluation or an upload between two steps; `phase` as `Probe.rest` takes it."""
     return observed(probe.record, before=lambda _: probe.rest(phase))
 
 
-def resuming(probe: Probe) -> Callable[..., Any]:
-    """For what loads a checkpoint, its first argument: the steps of the run are counted on."""
+def react_to_loading(probe: Probe) -> Replacement:
+    """A checkpoint, the first argument, is loaded: the steps of the run are counted on."""
 
     def checkpoint_of(call: Call) -> Any:
         arguments = [*call.args[1:], *call.kwargs.values()]
@@ -100,15 +105,17 @@ def resuming(probe: Probe) -> Callable[..., Any]:
 
     def resumed(call: Call) -> None:
         checkpoint = checkpoint_of(call)
-        if checkpoint and isinstance(checkpoint, (str, os.PathLike)):
-            path = os.fspath(checkpoint)
-            probe.process.resume(path, probe.optimizer.steps_done(path))
+        if not checkpoint or not isinstance(checkpoint, (str, os.PathLike)):
+            return
+        path = os.fspath(checkpoint)
+        steps = probe.optimizer.steps_done(path)
+        probe.process.resume(path, steps)
 
     return observed(probe.record, before=begin, after=resumed)
 
 
-def accumulating(probe: Probe) -> Callable[..., Any]:
-    """For `Accelerator.accumulate`, around a micro-batch and the optimizer step of the last one."""
+def react_to_accumulation(probe: Probe) -> Replacement:
+    """`Accelerator.accumulate` is around a micro-batch, and around the step of the last one."""
 
     @contextlib.contextmanager
     def accumulate(original: Any, accelerator: Any, *models: Any) -> Iterator[None]:
@@ -138,8 +145,7 @@ def _save_to_stop(probe: Probe, accelerator: Any) -> None:
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        with open(os.path.join(folder, "COMPLETED"), "w", encoding="utf-8") as mark:
-            mark.write("COMPLETED")
+        Path(folder, "COMPLETED").write_text("COMPLETED", encoding="utf-8")
     probe.stop_after_save(step, folder)
 
 
@@ -177,27 +183,28 @@ def watch_trainer(probe: Probe, module: ModuleType) -> None:
     def save(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if not probe.preemption.saving:
             return original(trainer, *args, **kwargs)
-        only_model = trainer.args.save_only_model
+        options = trainer.args
+        only_model = options.save_only_model
         # without the optimizer nothing could continue from it
-        trainer.args.save_only_model = False
+        options.save_only_model = False
         original(trainer, *args, **kwargs)
-        trainer.args.save_only_model = only_model
+        options.save_only_model = only_model
         step = trainer.state.global_step
-        checkpoint = os.path.join(trainer.args.output_dir, f"checkpoint-{step}")
+        checkpoint = os.path.join(options.output_dir, f"checkpoint-{step}")
         probe.stop_after_save(step, checkpoint)
         return None
 
     owner = module.Trainer
-    wrap_known(owner, ("_save_checkpoint",), resting(probe, SAVING))
-    wrap_known(owner, ("evaluate",), evaluating(probe))
-    wrap_known(owner, ("push_to_hub",), resting(probe, None))
-    wrap_known(owner, ("save_model",), saving(probe, folder))
-    wrap_known(owner, ("_load_optimizer_and_scheduler",), resuming(probe))
-    wrap_known(owner, ("_maybe_log_save_evaluate",), save)
+    wrap_if_present(owner, "_save_checkpoint", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "evaluate", react_to_evaluation(probe))
+    wrap_if_present(owner, "push_to_hub", react_to_pause(probe, None))
+    wrap_if_present(owner, "save_model", react_to_saving(probe, folder))
+    wrap_if_present(owner, "_load_optimizer_and_scheduler", react_to_loading(probe))
+    wrap_if_present(owner, "_maybe_log_save_evaluate", save)
     probe.data.watch_inputs(module)
 
 
-def evaluating(probe: Probe) -> Callable[..., Any]:
+def react_to_evaluation(probe: Probe) -> Replacement:
     def note(call: Call) -> None:
         metrics = {}
         for name, value in call.result.items():
@@ -212,18 +219,21 @@ def evaluating(probe: Probe) -> Callable[..., Any]:
     return observed(probe.record, before=rest, after=note)
 
 
-def saving(probe: Probe, folder: Callable[[Call], Any]) -> Callable[..., Any]:
-    """For what writes the final model into `folder`; Trainer's checkpoints call it, and say so."""
+def react_to_saving(probe: Probe, folder: Callable[[Call], Any]) -> Replacement:
+    """The final model is written into `folder`; Trainer's checkpoints call it too, and say so."""
+
+    def is_final(call: Call) -> bool:
+        return not call.kwargs.get("_internal_call")
 
     def begin(call: Call) -> None:
         probe.rest(SAVING)
-        if not call.kwargs.get("_internal_call"):
+        if is_final(call):
             probe.leave_out_final_save()
 
     def saved(call: Call) -> None:
         if probe.process.rank == 0:
             note_saved(probe.record, folder(call))
-        if not call.kwargs.get("_internal_call"):
+        if is_final(call):
             # the script is about to end, in its own time
             probe.watchdog.enter(None)
 
@@ -243,15 +253,17 @@ def watch_callbacks(probe: Probe, module: ModuleType) -> None:
             control.should_evaluate = False
         return control
 
-    wrap_known(module.CallbackHandler, ("on_step_end",), end_step)
+    wrap_if_present(module.CallbackHandler, "on_step_end", end_step)
 
 
 def watch_pretrained(probe: Probe, module: ModuleType) -> None:
     """Models are loaded, or made of a config, and saved."""
 
     def loaded(call: Call) -> None:
-        # with `output_loading_info` the model is the first of two
-        model = call.result[0] if isinstance(call.result, tuple) else call.result
+        model = call.result
+        # with `output_loading_info` it is the first of two
+        if isinstance(model, tuple):
+            model = model[0]
         probe.rotary.restore(model)
 
     def saved(call: Call) -> None:
@@ -262,14 +274,15 @@ def watch_pretrained(probe: Probe, module: ModuleType) -> None:
         probe.memory.mark("save", again=True)
 
     owner = module.PreTrainedModel
-    makers = ("from_pretrained", "_from_config")
-    wrap_known(owner, makers, observed(probe.record, after=loaded))
+    load = observed(probe.record, after=loaded)
+    wrap_if_present(owner, "from_pretrained", load)
+    wrap_if_present(owner, "_from_config", load)
     save = observed(probe.record, before=lambda _: probe.rest(SAVING), after=saved)
     wrap(owner, "save_pretrained", save)
 
 
 @functools.cache
-def digest_module() -> Any:
+def load_digest_module() -> Any:
     return load_file(str(DIGEST), "launch_content")
 
 
@@ -277,17 +290,27 @@ def note_saved(record: EventLog, folder: Any) -> None:
     """Record the content of a model that was saved, unless it is a checkpoint."""
     if not isinstance(folder, (str, os.PathLike)):
         return
-    path = os.path.abspath(os.fspath(folder))
+    name = os.fspath(folder)
+    path = os.path.abspath(name)
     with record.quietly("saved model"):
-        digest = digest_module()
-        if digest.CHECKPOINT.search(os.fspath(folder)):
+        if load_digest_module().CHECKPOINT.search(name):
             return
         files = []
-        for name in digest.weights(path) if os.path.isdir(path) else ():
-            content, _ = digest.read_content(Path(path, name))
-            entry = {"name": name, "size": content.size}
-            files.append({**entry, "method": content.method, "digest": content.digest})
+        if os.path.isdir(path):
+            files = _read_weights(path)
         record.write("saved_model", path=path, files=files)
+
+
+def _read_weights(folder: str) -> list[dict[str, object]]:
+    """Name, size and digest of each file with weights, as the event `saved_model` has them."""
+    digest = load_digest_module()
+    files = []
+    for name in digest.weights(folder):
+        content, _ = digest.read_content(Path(folder, name))
+        files.append(
+            {"name": name, "size": content.size, "method": content.method, "digest": content.digest}
+        )
+    return files
 
 
 # -- open-instruct
@@ -311,13 +334,11 @@ def watch_pairs(probe: Probe, module: ModuleType) -> None:
         probe.tally.add_rewards(chosen, rejected)
 
     probe.data.watch_pairs(module, lambda: probe.tally)
-    wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
+    wrap_if_present(module, "compute_loss", observed(probe.record, after=computed))
     _call_watchers(probe, module, probe.caches.watch_reference)
 
 
-def _call_watchers(
-    probe: Probe, module: ModuleType, *watchers: Callable[[ModuleType], None]
-) -> None:
+def _call_watchers(probe: Probe, module: ModuleType, *watchers: ModuleAction) -> None:
     """Call all: one that fails, at a commit without what it looks for, does not stop the others."""
     for watch in watchers:
         with probe.record.quietly(f"watching {module.__name__}"):
@@ -329,8 +350,8 @@ def watch_final_save(probe: Probe, module: ModuleType) -> None:
         # model_utils.py::save_with_accelerate
         return call.argument(3, "output_dir")
 
-    wrap_known(module, ("push_folder_to_hub",), resting(probe, None))
-    wrap_known(module, ("save_with_accelerate",), saving(probe, folder))
+    wrap_if_present(module, "push_folder_to_hub", react_to_pause(probe, None))
+    wrap_if_present(module, "save_with_accelerate", react_to_saving(probe, folder))
 
 
 # -- OLMo-core's trainer: it calls everything itself, without accelerate
@@ -370,8 +391,8 @@ def watch_olmo_module(probe: Probe, module: ModuleType) -> None:
 
     def built(trained: Any) -> None:
         # dpo.py::main[dp_rank = global_rank]
-        degree = getattr(trained.dpo_config, "tensor_parallel_degree", 1)
-        probe.pairs.alike = max(1, int(degree))
+        degree = int(getattr(trained.dpo_config, "tensor_parallel_degree", 1))
+        probe.pairs.alike = max(1, degree)
 
     def before_batch(call: Call) -> None:
         if not probe.process.testing:
@@ -397,7 +418,7 @@ def watch_olmo_step(probe: Probe, module: ModuleType) -> None:
     owner = module.TransformerTrainModule
     step = observed(probe.record, before=begin, after=lambda _: probe.close_step())
     wrap(owner, "optim_step", step)
-    wrap_known(owner, ("_clip_grad_norm",), clipping(probe))
+    wrap_if_present(owner, "_clip_grad_norm", react_to_clipping(probe))
 
 
 def watch_olmo_training(probe: Probe, module: ModuleType) -> None:
@@ -420,9 +441,10 @@ def watch_olmo_utils(probe: Probe, module: ModuleType) -> None:
         probe.data.saw_tokenizer(call.result)
         answer = json.loads(os.environ.get(TOKENISED) or "{}")
         if answer:
-            probe.caches.tell("dataset_cache", answer["state"] == "hit", str(answer["path"]))
+            is_hit = answer["state"] == "hit"
+            probe.caches.tell("dataset_cache", is_hit, str(answer["path"]))
 
-    wrap_known(module, ("setup_tokenizer_and_cache",), observed(probe.record, after=prepared))
+    wrap_if_present(module, "setup_tokenizer_and_cache", observed(probe.record, after=prepared))
 
 
 def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
@@ -431,7 +453,8 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
     def loaded(call: Call) -> None:
         steps = int(getattr(call.owner, "global_step", 0) or 0)
         if steps:
-            probe.process.resume(str(call.argument(1, "dir")), steps)
+            checkpoint = str(call.argument(1, "dir"))
+            probe.process.resume(checkpoint, steps)
 
     def fitted(call: Call) -> None:
         trainer = call.owner
@@ -439,17 +462,19 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
         if probe.preemption.saving:
             # the checkpointer saves when a run is cancelled, too
             step = int(trainer.global_step)
-            folder = trainer.checkpointer.checkpoint_dirname(step)
-            probe.stop_after_save(step, os.path.join(str(trainer.save_folder), folder))
+            name = trainer.checkpointer.checkpoint_dirname(step)
+            folder = os.path.join(str(trainer.save_folder), name)
+            probe.stop_after_save(step, folder)
         probe.leave_out_final_save()
 
     owner = module.Trainer
     record = probe.record
-    wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
-    wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe, SAVING))
+    wrap_if_present(owner, "load_checkpoint", observed(record, after=loaded))
+    wrap_if_present(owner, "save_checkpoint", react_to_pause(probe, SAVING))
+    wrap_if_present(owner, "save_checkpoint_async", react_to_pause(probe, SAVING))
 
-    # OLMo-core's memory monitor resets the counters before its first step
     def begin(_: Call) -> None:
+        # OLMo-core's memory monitor resets the counters before its first step
         probe.memory.mark("reference")
 
     wrap(owner, "fit", observed(record, before=begin, after=fitted))
@@ -480,7 +505,7 @@ def watch_olmo_checkpoints(probe: Probe, module: ModuleType) -> None:
     owner = module.CheckpointerCallback
     wrap(owner, "_save_checkpoint", leave_out)
     # nor is it removed
-    wrap_known(owner, ("_remove_checkpoint",), lambda *_, **__: None)
+    wrap_if_present(owner, "_remove_checkpoint", lambda *_, **__: None)
 
 
 # -- trackers
@@ -493,7 +518,7 @@ def watch_wandb(probe: Probe, module: ModuleType) -> None:
         if run is not None and not getattr(run, "disabled", False):
             _note_tracker(probe, "wandb", run.id, run.project, run.name)
 
-    wrap_known(module, ("init",), observed(probe.record, after=began))
+    wrap_if_present(module, "init", observed(probe.record, after=began))
 
 
 def watch_mlflow(probe: Probe, module: ModuleType) -> None:
@@ -501,7 +526,7 @@ def watch_mlflow(probe: Probe, module: ModuleType) -> None:
         info = call.result.info
         _note_tracker(probe, "mlflow", info.run_id, info.experiment_id, info.run_name)
 
-    wrap_known(module, ("start_run",), observed(probe.record, after=began))
+    wrap_if_present(module, "start_run", observed(probe.record, after=began))
 
 
 def watch_trackio(probe: Probe, module: ModuleType) -> None:
@@ -517,7 +542,7 @@ def watch_trackio(probe: Probe, module: ModuleType) -> None:
             _note_tracker(probe, "trackio", run.name, run.project, run.name)
         return run
 
-    wrap_known(module, ("init",), begin)
+    wrap_if_present(module, "init", begin)
 
 
 def _note_tracker(probe: Probe, tracker: str, key: Any, project: Any, name: Any) -> None:

@@ -25,7 +25,10 @@ _TEST_SIZE = "test_split_size"
 
 
 class LeftOut(NamedTuple):
-    """What one process on a CPU cannot show: the arguments for it, when they ask, a stand-in."""
+    """What one process on a CPU cannot show, and the arguments that ask for it.
+
+    One does if `asks` is true of its value; then it is left out, or has the value `instead`.
+    """
 
     what: str
     names: tuple[str, ...]
@@ -172,7 +175,8 @@ class _Draft:
             if name not in self.kept or not kind.asks(self.kept[name]):
                 continue
             del self.kept[name]
-            self.left_out[kind.what] = (*self.left_out.get(kind.what, ()), name)
+            before = self.left_out.get(kind.what, ())
+            self.left_out[kind.what] = (*before, name)
             if kind.instead is not None:
                 self.added[name] = kind.instead
 
@@ -201,8 +205,8 @@ class _Draft:
             # the rows that stand in have columns of their own
             self.kept["datasets"] = [_keep_all_columns(item) for item in listed]
         elif absent:
-            names = ", ".join(absent)
-            self.left_out[f"the rows of {names}, which are not on this machine"] = ("datasets",)
+            what = f"the rows of {', '.join(absent)}, which are not on this machine"
+            self.left_out[what] = ("datasets",)
             self.kept["datasets"] = present
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,10 @@ from launcher.errors import DISK_FULL, Finding, brief, launch_finding
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged
-from launcher.upstream.trainers import Entry, entry_of
-from launcher.workflows.rehearse import arguments, local_data
-from launcher.workflows.rehearse.arguments import ROWS, Arguments
+from launcher.workflows.rehearse import arguments
+from launcher.workflows.rehearse.arguments import ROWS
 from launcher.workflows.rehearse.ask import Server, crash, describe_error
-from launcher.workflows.rehearse.cause import DOING, Effect, compare, find_suspects, quotes
+from launcher.workflows.rehearse.cause import DOING, CauseSearch
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
     PreparedRows,
@@ -24,9 +23,9 @@ from launcher.workflows.rehearse.inside.records import (
 )
 from launcher.workflows.rehearse.remarks import check_rows, create_trainer_finding
 from launcher.workflows.rehearse.result import FAILED, Rehearsal
+from launcher.workflows.rehearse.trials import MADE_UP_ROWS, TrainerRefusal, Trials, refusal_in
 
 _MOST_REFUSALS = 8
-_MOST_SUSPECTS = 6
 _MOST_NAMED = 3
 _PACKAGES = frozenset({"optim-missing", "quantiser-missing", "report-missing"})
 """Codes of rules about packages for what a rehearsal leaves out: they know the trainer's Python."""
@@ -48,8 +47,6 @@ _STAND_INS = {
     "data": "made-up rows, as {} is not on this machine",
     "package": "an empty package, as {} is not installed",
 }
-_MADE_UP_ROWS = "launch/made-up-rows"
-_MADE_UP_MODEL = "launch/made-up-model"
 _COMMON = "qwen/qwen2.5-0.5b"
 
 
@@ -60,7 +57,11 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 class Attempts:
-    """One rehearsal: what errors of validation are about is left out from the start."""
+    """One rehearsal: what the trainer refuses is reported and left out of the next attempt.
+
+    `tried` are the arguments of that attempt. What errors of validation are about is left out from
+    the start.
+    """
 
     def __init__(self, judged: Judged, server: Server) -> None:
         assert judged.schema is not None and judged.options is not None
@@ -69,30 +70,24 @@ class Attempts:
         self.config = judged.config
         self.schema = judged.schema
         self.server = server
-        self.entry: Entry = entry_of(self.schema)
-        self.data_names = (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
+        self.trials = Trials(judged, server)
+        self.entry = self.trials.entry
         self.findings: list[Finding] = []
         self.stand_ins: list[str] = []
-        self.model: str | None = None
-        self.special: dict[str, int] = {}
-        args = self.config.args
-        sets = local_data.sets_of(args, self.entry)
-        self.further = local_data.further_rows(args, sets)
-        self.sizes = {local.source.name: local.size for local in sets}
         self.refused = arguments.refused_names(judged)
-        whole = arguments.of_stage(args, judged.options, self.schema, self.entry)
-        self.whole = self.without(whole, self.refused)
+        whole = arguments.of_stage(self.config.args, judged.options, self.schema, self.entry)
+        self.tried = self.trials.without(whole, self.refused)
 
-    def all(self) -> Rehearsal:
-        self.findings += self.missing_packages()
-        self.shrink()
+    def run(self) -> Rehearsal:
+        self.findings += self.find_missing_packages()
+        self.make_small_model()
         self.parse_what_is_left_out()
         response = self.try_until_nothing_is_refused()
-        rows = seen_rows(response)
+        rows = _get_own_rows(response)
         if rows is not None:
             name = "datasets" if self.config.args.get("datasets") else self.entry.names.data
             self.findings += check_rows(rows, self.entry, f"args.{name}")
-        for what, names in self.whole.left_out.items():
+        for what, names in self.tried.left_out.items():
             key = f"args.{names[0]}" if names else "deepspeed"
             self.note("not-rehearsed", f"not rehearsed on the CPU: {what}", key)
         for text in self.stand_ins:
@@ -102,7 +97,7 @@ class Attempts:
             seconds=0,
             rows=rows,
             losses=() if rows is None else tuple(response.losses),
-            left_out=tuple(self.whole.left_out),
+            left_out=tuple(self.tried.left_out),
             stand_ins=tuple(self.stand_ins),
         )
 
@@ -112,54 +107,35 @@ class Attempts:
     def try_until_nothing_is_refused(self) -> ServerResponse:
         """Each refusal becomes a finding; returns the last response."""
         for _ in range(_MOST_REFUSALS):
-            response = self.ask(self.whole)
+            response = self.trials.run(self.tried)
             self.note_stand_ins(response)
-            refusal = response.refusal
             if response.phase is None:
                 self.findings.append(crash(response, self.server.log(response)))
                 return response
+            refusal = refusal_in(response, self.tried)
             if refusal is None:
                 return response
-            obstacle = _find_obstacle(refusal)
+            obstacle = _find_obstacle(refusal.error)
             if obstacle is not None:
                 self.findings.append(obstacle)
                 return response
-            culprits = self.blame(response, refusal)
-            if _NEEDS_GPU.search(refusal.message):
-                # what a CPU alone lacks is no fault of the file
-                key = f"args.{culprits[0]}" if culprits else None
-                message = f"not rehearsed on the CPU: {describe_error(refusal)}"
-                self.note("not-rehearsed", message, key)
-            else:
-                self.findings.append(self.refusal(response, culprits))
-            if not culprits:
+            causes = CauseSearch(self.trials, refusal).find_causes()
+            self.report_refusal(refusal, causes)
+            if not causes:
                 return response
-            self.whole = self.without(self.whole, culprits[:1])
+            self.tried = self.trials.without(self.tried, causes[:1])
         return response
 
-    def request(self, whole: Arguments, *, only_parses: bool = False) -> ServerRequest:
-        """A request about some arguments; without a model it only parses."""
-        further = {}
-        for name, rows in self.further.items():
-            further[name] = [exemplar.row for exemplar in rows]
-        return ServerRequest(
-            kind="run",
-            words=whole.words(self.schema),
-            config=whole.in_file(self.schema),
-            mixture=local_data.mixture_parts(whole.kept),
-            sizes=self.sizes,
-            model=self.model,
-            only_parses=only_parses or self.model is None,
-            pairs=self.schema.pairs,
-            rows=ROWS,
-            further=further,
-            special=self.special,
-        )
+    def report_refusal(self, refusal: TrainerRefusal, causes: list[str]) -> None:
+        if not _NEEDS_GPU.search(refusal.error.message):
+            self.findings.append(self.describe_refusal(refusal, causes))
+            return
+        # what a CPU alone lacks is no fault of the file
+        key = f"args.{causes[0]}" if causes else None
+        message = f"not rehearsed on the CPU: {describe_error(refusal.error)}"
+        self.note("not-rehearsed", message, key)
 
-    def ask(self, whole: Arguments, *, only_parses: bool = False) -> ServerResponse:
-        return self.server.ask(self.request(whole, only_parses=only_parses))[0]
-
-    def missing_packages(self) -> Iterator[Finding]:
+    def find_missing_packages(self) -> Iterator[Finding]:
         """Packages that arguments ask for and that the trainer's Python lacks."""
         if self.judged.values is None:
             return
@@ -173,8 +149,8 @@ class Attempts:
             if finding.code in _PACKAGES:
                 yield finding
 
-    def shrink(self) -> None:
-        """Have the small model made; without one the arguments are only parsed, which is said."""
+    def make_small_model(self) -> None:
+        """Without a small model the arguments are only parsed, which is said."""
         name = str(self.config.args.get(self.entry.names.model))
         request = ServerRequest(
             kind="shrink",
@@ -186,8 +162,8 @@ class Attempts:
         (response,) = self.server.ask(request)
         self.note_stand_ins(response)
         if response.is_fine:
-            self.model = request.out
-            self.special = response.special
+            self.trials.model = request.out
+            self.trials.special = response.special
             return
         reason = "its process ended"
         if response.refusal is not None:
@@ -199,162 +175,63 @@ class Attempts:
         """Arguments that are left out or replaced are at least parsed, with the others."""
         left_out = {}
         for name, value in self.config.args.items():
-            is_tried = name in self.whole.kept or name in self.refused
+            is_tried = name in self.tried.kept or name in self.refused
             if name in self.schema.fields and value is not None and not is_tried:
                 left_out[name] = value
         if not left_out:
             return
-        added = {name: value for name, value in self.whole.added.items() if name not in left_out}
-        whole = replace(self.whole, kept={**self.whole.kept, **left_out}, added=added)
-        response = self.ask(whole, only_parses=True)
-        refusal = response.refusal
-        if refusal is None or re.search(r"GPU|CUDA|cuda", refusal.message):
+        added = {name: value for name, value in self.tried.added.items() if name not in left_out}
+        whole = replace(self.tried, kept={**self.tried.kept, **left_out}, added=added)
+        refusal = refusal_in(self.trials.run(whole, only_parses=True), whole)
+        if refusal is None or re.search(r"GPU|CUDA|cuda", refusal.error.message):
             return
-        if self.ask(self.whole, only_parses=True).refusal is not None:
+        if self.trials.run(self.tried, only_parses=True).refusal is not None:
             return
-        if refusal.by_launch:
-            self.findings.append(_report_own_failure(refusal))
+        if refusal.error.by_launch:
+            self.findings.append(_report_own_failure(refusal.error))
             return
-        culprits = self.causes(response, whole, list(left_out))
-        self.findings.append(self.refusal(response, culprits))
+        causes = CauseSearch(self.trials, refusal).confirm(list(left_out))
+        self.findings.append(self.describe_refusal(refusal, causes))
 
     def note_stand_ins(self, response: ServerResponse) -> None:
         """Keep what stood in for something that is not on this machine."""
         for kind, name in response.notes:
             text = _STAND_INS[kind].format(name)
-            if name == _MADE_UP_ROWS:
+            if name == MADE_UP_ROWS:
                 text = "made-up rows in place of those that are refused"
             if text not in self.stand_ins:
                 self.stand_ins.append(text)
 
-    def blame(self, response: ServerResponse, refusal: ErrorRecord) -> list[str]:
-        """The arguments of the file that are shown to cause a refusal, likeliest first.
-
-        Shown is what the refusal does not come without: it is gone, or the trainer gets to a later
-        phase. Another refusal in the same phase may be an earlier one, which the argument kept from
-        coming: then the argument has to bring the refusal about without the others, or to stand in
-        its words.
-        """
-        args = self.whole.kept
-        names = [name for name in args if name != self.entry.names.model]
-        likely = find_suspects(refusal, args, names)
-        if response.phase in {"data", "construct"} or refusal.type == "KeyError":
-            for name in self.data_names:
-                if name in args and name not in likely:
-                    likely.append(name)
-        likely = likely[:_MOST_SUSPECTS]
-        effects = self.effects(response, self.whole, likely)
-        best = max(effects.values(), default=Effect.NONE)
-        shown = []
-        if best >= Effect.LATER:
-            shown = [name for name in likely if effects[name] == best]
-        unsure = [name for name in likely if effects[name] == Effect.ELSEWHERE]
-        quoted = [name for name in shown + unsure if quotes(refusal.message, args[name])]
-        named = list(dict.fromkeys(quoted + shown))
-        # with other data much is gone that is not about the data
-        if not set(named) <= set(self.data_names):
-            return named
-        unlikely = [name for name in names if name not in likely]
-        others = self.causes(response, self.whole, unlikely)
-        # a switch brings others into play, and one of those is rather what is wrong
-        others.sort(key=lambda name: args[name] is True)
-        if others or named or not unsure:
-            return others + named
-        kept = {*likely, *self.data_names}
-        dropped = [name for name in names if name not in kept]
-        few = self.without(self.whole, dropped)
-        again = self.ask(few)
-        if again.refusal is None or compare(response, again) != Effect.NONE:
-            return []
-        return self.causes(again, few, unsure)
-
-    def causes(self, response: ServerResponse, whole: Arguments, names: Sequence[str]) -> list[str]:
-        """Those arguments of `whole` without which its refusal does not come."""
-        effects = self.effects(response, whole, names)
-        return [name for name in names if effects[name] >= Effect.LATER]
-
-    def effects(
-        self, response: ServerResponse, whole: Arguments, names: Sequence[str]
-    ) -> dict[str, Effect]:
-        """What becomes of a refusal of `whole` without each of some arguments."""
-        only_parses = response.phase == "parse"
-        requests = []
-        for name in names:
-            requests.append(self.request(self.without(whole, [name]), only_parses=only_parses))
-        effects = {}
-        for name, other in zip(names, self.server.ask(*requests), strict=True):
-            effects[name] = compare(response, other)
-        return effects
-
-    def without(self, whole: Arguments, names: Iterable[str]) -> Arguments:
-        """The arguments without some; data are replaced by rows that each trainer takes."""
-        left = set(names)
-        added = dict(whole.added)
-        keys = self.entry.names
-        if keys.model in left:
-            added[keys.model] = _MADE_UP_MODEL
-        if not left.isdisjoint(self.data_names):
-            left.update(self.data_names)
-            data = [_MADE_UP_ROWS, "1.0"] if self.entry.mixes else _MADE_UP_ROWS
-            added[keys.data] = data
-        kept = {}
-        for name, value in whole.kept.items():
-            if name not in left:
-                kept[name] = value
-        return replace(whole, kept=kept, added=added)
-
-    def refused_rows(self, response: ServerResponse) -> list[str]:
-        """Which of the further rows bring a refusal about; none where the first rows do already."""
-        request = self.request(self.whole)
-        if not self.further:
-            return []
-        (without_further,) = self.server.ask(replace(request, further={}))
-        if compare(response, without_further) == Effect.NONE:
-            return []
-        places = []
-        requests = []
-        for name, rows in self.further.items():
-            for exemplar in rows:
-                places.append(str(exemplar.place))
-                requests.append(replace(request, further={name: [exemplar.row]}))
-        refused = []
-        others = self.server.ask(*requests[:_MOST_SUSPECTS])
-        for place, other in zip(places, others, strict=False):
-            if compare(response, other) == Effect.NONE:
-                refused.append(place)
-        return refused
-
-    def refusal(self, response: ServerResponse, culprits: list[str]) -> Finding:
+    def describe_refusal(self, refusal: TrainerRefusal, causes: list[str]) -> Finding:
         """What the trainer said, in its words, at the argument that it is about."""
-        refusal = response.refusal
-        assert refusal is not None
-        doing = DOING[str(response.phase)]
-        help = self.advice(response, refusal, culprits)
-        if not culprits:
-            message = f"the trainer refuses this stage {doing}: {describe_error(refusal)}"
-            return create_trainer_finding("error", "trainer-refuses", message, help, key=None)
-        name = culprits[0]
-        value = brief(self.config.args.get(name))
-        message = f"the trainer refuses `{name}: {value}` {doing}: {describe_error(refusal)}"
-        return create_trainer_finding("error", "trainer-refuses", message, help, key=f"args.{name}")
+        doing = DOING[refusal.phase]
+        error = describe_error(refusal.error)
+        key = None
+        message = f"the trainer refuses this stage {doing}: {error}"
+        if causes:
+            name = causes[0]
+            key = f"args.{name}"
+            value = brief(self.config.args.get(name))
+            message = f"the trainer refuses `{name}: {value}` {doing}: {error}"
+        help = self.advise(refusal, causes)
+        return create_trainer_finding("error", "trainer-refuses", message, help, key=key)
 
-    def advice(
-        self, response: ServerResponse, refusal: ErrorRecord, culprits: list[str]
-    ) -> str | None:
-        if culprits and culprits[0] in self.data_names:
-            places = self.refused_rows(response)
+    def advise(self, refusal: TrainerRefusal, causes: list[str]) -> str | None:
+        """What to do about a refusal; None if nothing is known."""
+        if causes and causes[0] in self.trials.data_names:
+            places = list(CauseSearch(self.trials, refusal).find_rows())
             if places:
                 which = " and ".join(places[:_MOST_NAMED])
                 reason = f"the first {ROWS} rows are not refused"
                 return f"correct or remove {which}, and rows like it: {reason}"
         for words, text in _ADVICE.items():
-            if words in refusal.message:
+            if words in refusal.error.message:
                 return text
-        others = " and ".join(f"`{name}`" for name in culprits[1:_MOST_NAMED])
+        others = " and ".join(f"`{name}`" for name in causes[1:_MOST_NAMED])
         return f"it is also gone without {others}" if others else None
 
 
-def seen_rows(response: ServerResponse) -> PreparedRows | None:
+def _get_own_rows(response: ServerResponse) -> PreparedRows | None:
     """The run's own rows; None where others stood in for them, or nothing was trained."""
     is_made_up = any(kind == "data" for kind, _ in response.notes)
     if not response.is_fine or is_made_up or not response.rows.rows:

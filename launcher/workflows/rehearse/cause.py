@@ -1,11 +1,13 @@
-"""Which arguments a refusal may be about, and what becomes of it without one of them."""
+"""Which arguments cause a refusal: the trainer is asked again without each that may."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
 from launcher.workflows.rehearse.inside.records import ErrorRecord, ServerResponse
+from launcher.workflows.rehearse.trials import TrainerRefusal, Trials, refusal_in
 
 DOING = {
     "shrink": "while its model was made",
@@ -18,36 +20,139 @@ DOING = {
     "load": "when the saved model is loaded",
 }
 _PHASES = tuple(DOING)
+_MOST_SUSPECTS = 6
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
 _NUMBER = re.compile(r"[\d.eE+-]+")
 _DETAILS = re.compile(r"\d+|\[[^\]]*\]|\([^)]*\)")
 
 
 class Effect(IntEnum):
-    """What becomes of a refusal without an argument; from LATER on the argument is a cause."""
+    """What becomes of a refusal without one argument; from LATER on that argument is a cause."""
 
     NONE = 0
-    ELSEWHERE = 1
-    LATER = 2
+    ELSEWHERE = 1  # the trainer refuses something else in the same phase
+    LATER = 2  # it refuses something in a later phase
     GONE = 3
 
 
-def compare(before: ServerResponse, now: ServerResponse) -> Effect:
+class CauseSearch:
+    """Finds the arguments, and the rows, without which a refusal does not come.
+
+    Another refusal in the same phase proves nothing: the argument may have kept an earlier refusal
+    from coming. Such an argument is a cause if the refusal quotes it, or comes without the others.
+    """
+
+    def __init__(self, trials: Trials, refusal: TrainerRefusal) -> None:
+        self.trials = trials
+        self.refusal = refusal
+        self.arguments = refusal.arguments
+
+    def find_causes(self) -> list[str]:
+        """The arguments of the file that are shown to cause the refusal, likeliest first."""
+        args = self.arguments.kept
+        model_name = self.trials.entry.names.model
+        names = [name for name in args if name != model_name]
+        suspects = self._pick_suspects(names)
+        effects = self._remove_each(suspects)
+        proven = _pick_strongest(effects)
+        unsure = [name for name in suspects if effects[name] == Effect.ELSEWHERE]
+        quoted = []
+        for name in proven + unsure:
+            if quotes(self.refusal.error.message, args[name]):
+                quoted.append(name)
+        causes = list(dict.fromkeys(quoted + proven))
+        # other data end many refusals that are not about the data
+        if not set(causes) <= set(self.trials.data_names):
+            return causes
+        unlikely = [name for name in names if name not in suspects]
+        others = self.confirm(unlikely)
+        # a switch brings others into play, and one of those is rather what is wrong
+        others.sort(key=lambda name: args[name] is True)
+        if others or causes or not unsure:
+            return others + causes
+        return self._find_without_the_rest(suspects, unsure)
+
+    def _pick_suspects(self, names: Sequence[str]) -> list[str]:
+        error = self.refusal.error
+        suspects = find_suspects(error, self.arguments.kept, names)
+        if self.refusal.phase in {"data", "construct"} or error.type == "KeyError":
+            for name in self.trials.data_names:
+                if name in self.arguments.kept and name not in suspects:
+                    suspects.append(name)
+        return suspects[:_MOST_SUSPECTS]
+
+    def _find_without_the_rest(self, suspects: list[str], unsure: list[str]) -> list[str]:
+        """The causes among the unsure, if suspects, model and data alone are refused as well."""
+        kept = {*suspects, *self.trials.data_names, self.trials.entry.names.model}
+        rest = [name for name in self.arguments.kept if name not in kept]
+        fewer = self.trials.without(self.arguments, rest)
+        response = self.trials.run(fewer)
+        again = refusal_in(response, fewer)
+        if again is None or compare(self.refusal, response) != Effect.NONE:
+            return []
+        return CauseSearch(self.trials, again).confirm(unsure)
+
+    def confirm(self, names: Sequence[str]) -> list[str]:
+        """Those of the arguments without which the refusal does not come."""
+        effects = self._remove_each(names)
+        return [name for name in names if effects[name] >= Effect.LATER]
+
+    def _remove_each(self, names: Sequence[str]) -> dict[str, Effect]:
+        """What becomes of the refusal without each of the arguments."""
+        only_parses = self.refusal.phase == "parse"
+        requests = []
+        for name in names:
+            fewer = self.trials.without(self.arguments, [name])
+            requests.append(self.trials.request(fewer, only_parses=only_parses))
+        effects = {}
+        for name, response in zip(names, self.trials.server.ask(*requests), strict=True):
+            effects[name] = compare(self.refusal, response)
+        return effects
+
+    def find_rows(self) -> Iterator[str]:
+        """Places of the further rows that cause it; none if the first rows are refused already."""
+        if not self.trials.further:
+            return
+        request = self.trials.request(self.arguments)
+        ask = self.trials.server.ask
+        (without_further,) = ask(replace(request, further={}))
+        if compare(self.refusal, without_further) == Effect.NONE:
+            return
+        places = []
+        requests = []
+        for name, rows in self.trials.further.items():
+            for exemplar in rows:
+                places.append(str(exemplar.place))
+                requests.append(replace(request, further={name: [exemplar.row]}))
+        responses = ask(*requests[:_MOST_SUSPECTS])
+        for place, response in zip(places, responses, strict=False):
+            if compare(self.refusal, response) == Effect.NONE:
+                yield place
+
+
+def _pick_strongest(effects: Mapping[str, Effect]) -> list[str]:
+    """The arguments whose removal helps most, if it is one of them that causes the refusal."""
+    best = max(effects.values(), default=Effect.NONE)
+    if best < Effect.LATER:
+        return []
+    return [name for name, effect in effects.items() if effect == best]
+
+
+def compare(refusal: TrainerRefusal, now: ServerResponse) -> Effect:
     """NONE also where nothing is known: the process ended, or launch's own code failed."""
-    assert before.phase is not None and before.refusal is not None
     if now.phase is None:
         return Effect.NONE
     if now.refusal is None:
         return Effect.GONE
     if now.refusal.by_launch:
         return Effect.NONE
-    if _compute_signature(now.refusal) == _compute_signature(before.refusal):
+    if _compute_signature(now.refusal) == _compute_signature(refusal.error):
         return Effect.NONE
-    if _PHASES.index(now.phase) > _PHASES.index(before.phase):
+    if _PHASES.index(now.phase) > _PHASES.index(refusal.phase):
         return Effect.LATER
     # data are loaded while the trainer is prepared
-    is_loading = before.phase == "construct" and now.phase == "data"
-    if now.phase == before.phase or is_loading:
+    is_loading = refusal.phase == "construct" and now.phase == "data"
+    if now.phase == refusal.phase or is_loading:
         return Effect.ELSEWHERE
     return Effect.NONE
 

@@ -16,7 +16,7 @@ from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir
 from launcher.upstream.trainers import Entry
 from launcher.workflows.rehearse.arguments import ROWS
-from launcher.workflows.rehearse.inside.records import MixturePart
+from launcher.workflows.rehearse.inside.records import MixturePart, SetSize
 
 _MOST_CHARACTERS = 1 << 20
 """Characters of all rows together, as JSON: they are sent with every request."""
@@ -41,12 +41,11 @@ class LocalSet:
         return self.survey.rows
 
     @property
-    def size(self) -> tuple[int | None, int | None]:
-        """Rows and bytes for a request: without bytes only the first rows are looked at."""
+    def size(self) -> SetSize:
         size = _sum_file_sizes(self.source.files)
         if self.rows is None or size is None or size > _LARGEST:
-            return self.rows, None
-        return self.rows, size
+            return SetSize(rows=self.rows)
+        return SetSize(rows=self.rows, bytes=size)
 
 
 def sets_of(args: Mapping[str, Any], entry: Entry) -> list[LocalSet]:

@@ -12,6 +12,7 @@ from typing import Any
 from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.model_config import commit, is_hub_name
 from launcher.dataset import mixture
+from launcher.errors import errors
 from launcher.files import read_json, write_json
 from launcher.machine import codec
 from launcher.machine.python import DECISIVE, Trainer
@@ -58,17 +59,12 @@ def _list_dependencies(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     yield {name: trainer.packages.get(name) for name in packages}
     # what is left out of the steps is parsed all the same
     yield [dict(args), whole.added, whole.left_out]
-    wrong = []
-    for finding in judged.findings:
-        if finding.severity == "error":
-            wrong.append([finding.code, finding.key])
-    yield wrong
+    yield [[finding.code, finding.key] for finding in errors(judged.findings)]
     yield _read_file_state(Path(__file__).parent)
     for text in _walk_texts(whole.kept):
         if is_hub_name(text):
             yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
-        path = Path(os.path.expanduser(text))
-        yield _read_file_state(path)
+        yield _read_file_state(Path(os.path.expanduser(text)))
     mixed = mixture.of_values(whole.kept, os.environ)
     if mixed is not None:
         yield [_read_file_state(Path(name)) for name in mixed.names()]
@@ -91,5 +87,6 @@ def _read_file_state(path: Path) -> Any:
             below = sorted(path.rglob("*"))[:_MOST_FILES]
             return [_read_file_state(file) for file in below if is_file(file)]
         status = path.stat()
-        return [str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        return [str(path), status.st_ino, status.st_size, *times]
     return None

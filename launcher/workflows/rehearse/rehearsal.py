@@ -55,7 +55,7 @@ def rehearse(
     with contextlib.ExitStack() as stack:
         opened = servers or stack.enter_context(Servers())
         server = opened.of(trainer, judged.schema.backend, judged.schema.key, judged.upstream.root)
-        result = Attempts(judged, server).all()
+        result = Attempts(judged, server).run()
     result = replace(result, seconds=time.monotonic() - began)
     if not result.failed:
         memory.keep(judged, trainer, result)
@@ -91,13 +91,13 @@ def require(stages: Mapping[str, Facts], say: Say, *, by_itself: bool) -> tuple[
                 continue
             is_strict = is_strict or facts.request.strict
             for finding in _rehearse_stage(facts, servers, say, is_required=requested is True):
-                message = finding.message
+                named = finding
                 if len(stages) > 1:
-                    message = f"[{name}] {message}"
+                    named = replace(finding, message=f"[{name}] {finding.message}")
                 if finding.code == FAILED:
-                    failed.append(replace(finding, message=message))
+                    failed.append(named)
                 elif finding.severity != "note":
-                    findings.setdefault(finding.message, replace(finding, message=message))
+                    findings.setdefault(finding.message, named)
     if errors(findings.values(), strict=is_strict):
         raise InvalidConfig((*findings.values(), *failed))
     return (*findings.values(), *failed)

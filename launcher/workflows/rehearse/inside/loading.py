@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .calls import call_trainer
-from .records import CALL, MixturePart, ServerRequest, ServerResponse
+from .records import CALL, MixturePart, ServerRequest, ServerResponse, SetSize
 
 _READERS = {"json", "csv", "parquet", "arrow", "text", "pandas"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -56,9 +56,10 @@ class FirstRows:
     def load_set(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         import datasets
 
-        part = self.part_of_mixture({"path": path, **kwargs})
+        call = {"path": path, **kwargs}
+        part = self.part_of_mixture(call)
         if part is not None:
-            return self.load_part(part, {"path": path, **kwargs})
+            return self.load_part(part, call)
         # a name of the hub may be that of a folder too
         is_local = path in _READERS or os.path.exists(str(path))
         # a stream cannot be sliced
@@ -113,7 +114,7 @@ class FirstRows:
 
     def take(self, rows: Any, name: str) -> Any:
         """Rows of the split that is trained on."""
-        total, _ = self.request.sizes.get(name, (None, None))
+        total = self.request.sizes.get(name, SetSize()).rows
         if hasattr(rows, "__len__"):
             total = len(rows)
         return self.add_further(rows, name, total)
@@ -139,7 +140,8 @@ class FirstRows:
         import datasets
 
         self.response.notes.append(("data", name))
-        rows = datasets.Dataset.from_list(make_up_rows(self.request.rows, pairs=self.request.pairs))
+        made_up = make_up_rows(self.request.rows, pairs=self.request.pairs)
+        rows = datasets.Dataset.from_list(made_up)
         return rows if split else AnySplit(train=rows, test=rows)
 
 

@@ -77,7 +77,7 @@ def view_of(config: Any, loaded: Any, facts: Any, collator: Any, limit: int | No
     """`facts` is open-instruct's `TokenizerConfig`."""
     import open_instruct.dataset_transformation as transformation
 
-    def prepare(dataset: Any, limited: bool) -> Any:
+    def prepare(dataset: Any, *, limited: bool) -> Any:
         changed = copy.copy(config)
         changed.dataset = dataset
         if not limited:
@@ -93,7 +93,7 @@ def view_of(config: Any, loaded: Any, facts: Any, collator: Any, limit: int | No
         prepared.set_format(type="pt")
         return prepared
 
-    def collate(row: Any, limited: bool) -> Any:
+    def collate(row: Any, *, limited: bool) -> Any:
         features = {key: value for key, value in row.items() if key != ROW}
         return call_trainer(collator, [features])
 

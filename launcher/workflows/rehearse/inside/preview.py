@@ -4,9 +4,9 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import shrink
 from .records import (
@@ -21,13 +21,21 @@ from .sampling import ROW, Absent, SampledRows
 from .sections import Renderer, Strand, strands_of
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-Prepare = Callable[[Any, bool], Any]
-"""Prepares rows as they are trained on, or (False) without a limit on their length.
 
-Then no row is left out either, as far as the trainer can do without.
-"""
-Collate = Callable[[Any, bool], Any]
-"""The trainer's batch of one prepared row; False for one without a limit."""
+
+class Preparation(Protocol):
+    """Prepares rows as they are trained on; not `limited`, whatever their length.
+
+    Then no row is left out either, as far as the trainer can do without.
+    """
+
+    def __call__(self, rows: Any, /, *, limited: bool) -> Any: ...
+
+
+class Collation(Protocol):
+    """Makes the trainer's batch of one prepared row; not `limited`, whatever its length."""
+
+    def __call__(self, row: Any, /, *, limited: bool) -> Any: ...
 
 
 class Finished(BaseException):
@@ -69,7 +77,7 @@ def holds_tokenizer(folder: str) -> bool:
     return False
 
 
-def by_number(prepared: Iterable[Any]) -> dict[int, list[Any]]:
+def group_by_number(prepared: Iterable[Any]) -> dict[int, list[Any]]:
     """Prepared rows by the number of the row that they come from; a mixture may repeat one."""
     listed: dict[int, list[Any]] = {}
     for row in prepared:
@@ -87,26 +95,26 @@ class PreparedSet:
 
     selected: Any
     loaded: Any
-    prepare: Prepare
-    collate: Collate
+    prepare: Preparation
+    collate: Collation
     tokenizer: Any
     limit: int | None
     packs: bool = False
 
     def whole_strands(self, row: Any) -> list[Strand]:
-        return strands_of(self.collate(row, False))
+        return strands_of(self.collate(row, limited=False))
 
     def kept_strands(self, row: Any) -> list[Strand]:
-        return strands_of(self.collate(row, True))
+        return strands_of(self.collate(row, limited=True))
 
     def count(self) -> RowCounts:
         """What becomes of the selected rows, in numbers. Raises what the trainer raises."""
         numbers = list(self.selected[ROW])
-        uncut = by_number(self.prepare(self.selected, False))
+        uncut = group_by_number(self.prepare(self.selected, limited=False))
         lengths = {}
         for number, listed in uncut.items():
-            lengths[number] = longest(self.whole_strands(listed[0]))
-        prepared = self.prepare(self.selected, True)
+            lengths[number] = longest_length(self.whole_strands(listed[0]))
+        prepared = self.prepare(self.selected, limited=True)
         counts = RowCounts(looked_at=len(numbers), sequences=len(prepared))
         counts.lengths = [lengths[number] for number in numbers if number in lengths]
         for row in prepared:
@@ -118,10 +126,10 @@ class PreparedSet:
             if counts.tokens < sum(counts.lengths):
                 counts.cut = sum(length > (self.limit or 0) for length in counts.lengths)
             return counts
-        kept = by_number(prepared)
+        kept = group_by_number(prepared)
         for number in numbers:
             if number in kept:
-                left = longest(self.kept_strands(kept[number][0]))
+                left = longest_length(self.kept_strands(kept[number][0]))
                 counts.cut += left < lengths.get(number, 0)
             elif self.has_trained(uncut.get(number)):
                 counts.dropped.too_long += 1
@@ -153,12 +161,12 @@ class PreparedSet:
         # what the first row is like decides how the trainer reads all of them
         numbers = list(dict.fromkeys([0, *places]))
         try:
-            self.prepare(self.selected.select(numbers), True)
+            self.prepare(self.selected.select(numbers), limited=True)
         except Exception:
             return True
         return False
 
-    def row(self, number: int) -> list[ShownRow]:
+    def show(self, number: int) -> list[ShownRow]:
         """One row as it is trained on, piece by piece; none where it was not loaded."""
         numbers = list(self.loaded[ROW])
         if number not in numbers:
@@ -167,16 +175,17 @@ class PreparedSet:
         alone = self.loaded.select([place])
         beside = alone if place == 0 else self.loaded.select([0, place])
         row = ShownRow(row=number, taken=number in self.selected[ROW])
-        uncut = by_number(self.prepare(beside, False)).get(number)
+        uncut = group_by_number(self.prepare(beside, limited=False)).get(number)
         whole = self.whole_strands(uncut[0]) if uncut else []
         if self.packs:
             # alone, or packing would put it into one sequence with another row
-            kept = list(self.prepare(alone, True))
+            kept = list(self.prepare(alone, limited=True))
         else:
-            kept = by_number(self.prepare(beside, True)).get(number, [])
+            kept = group_by_number(self.prepare(beside, limited=True)).get(number, [])
         if kept:
             row.sequences = len(kept)
-            remaining = joined([self.kept_strands(part) for part in kept])
+            parts = [self.kept_strands(part) for part in kept]
+            remaining = join_strands(parts)
             self.describe(row, whole or remaining, remaining)
             if row.cut:
                 row.status = "cut"
@@ -184,7 +193,8 @@ class PreparedSet:
         row.status = "dropped"
         row.reason = "too_long" if self.has_trained(uncut) else "untrained"
         if whole:
-            self.describe(row, whole, [strand.first(self.limit or 0) for strand in whole])
+            within = [strand.first(self.limit or 0) for strand in whole]
+            self.describe(row, whole, within)
         return [row]
 
     def describe(self, row: ShownRow, whole: list[Strand], kept: list[Strand]) -> None:
@@ -193,20 +203,20 @@ class PreparedSet:
         row.cut = count_tokens(whole) - row.tokens
         renderer = Renderer(self.tokenizer)
         if len(whole) == 2:
-            row.sections, row.difference = renderer.pair(whole, kept)
+            row.sections, row.difference = renderer.render_pair(whole, kept)
         else:
-            row.sections = renderer.one_sequence(whole[0], kept[0])
+            row.sections = renderer.render_sequence(whole[0], kept[0])
 
 
 def count_tokens(strands: list[Strand]) -> int:
     return sum(len(strand.ids) for strand in strands)
 
 
-def longest(strands: list[Strand]) -> int:
+def longest_length(strands: list[Strand]) -> int:
     return max(len(strand.ids) for strand in strands)
 
 
-def joined(parts: list[list[Strand]]) -> list[Strand]:
+def join_strands(parts: list[list[Strand]]) -> list[Strand]:
     """The sequences that one row was split into, as one again."""
     whole = copy.deepcopy(parts[0])
     for part in parts[1:]:
@@ -234,13 +244,13 @@ def finish(
     for number in numbers_to_show(views, request):
         for view in views:
             try:
-                rows += view.row(number)
+                rows += view.show(number)
             except Exception as error:
                 faults.append((error, number))
     refused = [number for _, number in faults if number is not None]
     content = PreviewContent(
         template=template,
-        counts=None if faults else added(counts, loader),
+        counts=None if faults else add_up(counts, loader),
         refused=refused[0] if refused else None,
         rows=rows,
         limit=views[0].limit,
@@ -262,7 +272,7 @@ def numbers_to_show(views: list[PreparedSet], request: ServerRequest) -> Sequenc
     return list(numbers)[: request.first]
 
 
-def added(counts: list[RowCounts], loader: SampledRows) -> RowCounts:
+def add_up(counts: list[RowCounts], loader: SampledRows) -> RowCounts:
     whole = RowCounts(total=loader.total(), sampled=loader.is_sampled())
     for part in counts:
         whole.looked_at += part.looked_at

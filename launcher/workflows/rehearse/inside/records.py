@@ -39,6 +39,14 @@ class MixturePart:
     bytes: int | None
 
 
+@dataclass(kw_only=True)
+class SetSize:
+    """A data set on this machine; without `bytes` only its first rows are looked at."""
+
+    rows: int | None = None
+    bytes: int | None = None
+
+
 CALL = ("path", "name", "data_dir", "data_files", "split")
 
 
@@ -47,8 +55,8 @@ class ServerRequest:
     """One request. `kind` is `shrink`, `run` or `preview`.
 
     `scratch`, `folder` (the working directory) and `limit_s` are set by `Server.ask`, `script` by
-    the server. `sizes` are rows and bytes of the local sets, None where unknown; `further` are rows
-    beyond the first `rows`; `numbers` are rows to show, from 0. The rows of a preview are written
+    the server. `sizes` are those of the local sets; `further` are rows beyond the first `rows`;
+    `numbers` are rows to show, from 0. The rows of a preview are written
     to `result`, a model into `out`.
     """
 
@@ -61,7 +69,7 @@ class ServerRequest:
     words: Sequence[str] = ()
     config: dict[str, Any] = field(default_factory=dict)
     mixture: Sequence[MixturePart] = ()
-    sizes: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    sizes: dict[str, SetSize] = field(default_factory=dict)
     model: str | None = None
     revision: str | None = None
     shape: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +88,7 @@ class ServerRequest:
         request = cls(**content)
         request.script = script
         request.mixture = [MixturePart(**part) for part in content["mixture"]]
+        request.sizes = {name: SetSize(**size) for name, size in content["sizes"].items()}
         return request
 
 

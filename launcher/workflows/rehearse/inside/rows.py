@@ -79,7 +79,7 @@ def cut_lengths(lengths: list[int]) -> list[int]:
 
 
 def describe(data: Any, limit: int | None, special: dict[str, int], rows: PreparedRows) -> None:
-    """Note in `rows` what prepared rows are like,
+    """Note in `rows` what prepared rows are like.
 
     `limit` is the most tokens of a row, `special` the ids of the tokens whose presence is counted.
     Raises Refused where no row is left.

@@ -6,7 +6,7 @@ from typing import Any
 
 from .calls import call_trainer
 from .loading import FirstRows
-from .records import MixturePart, ServerRequest, ServerResponse
+from .records import MixturePart, ServerRequest, ServerResponse, SetSize
 
 ROW = "launch_row"
 """A column that holds the number of a row among all rows of the stage's data, from 0."""
@@ -71,7 +71,8 @@ class SampledRows(FirstRows):
         self.sets: list[LoadedSet] = []
 
     def take(self, rows: Any, name: str) -> Any:
-        return self.sample(rows, Extent(*self.request.sizes.get(name, (None, None))))
+        size = self.request.sizes.get(name, SetSize())
+        return self.sample(rows, Extent(size.rows, size.bytes))
 
     def take_other(self, rows: Any) -> Any:
         return rows

@@ -72,10 +72,10 @@ class Renderer:
             if token.special:
                 self.special.add(number)
 
-    def one_sequence(self, whole: Strand, kept: Strand) -> list[RowSection]:
-        return self.sections(whole.ids, self.mark(whole, kept))
+    def render_sequence(self, whole: Strand, kept: Strand) -> list[RowSection]:
+        return self.render_sections(whole.ids, self.mark(whole, kept))
 
-    def pair(
+    def render_pair(
         self, whole: list[Strand], kept: list[Strand]
     ) -> tuple[list[RowSection], PairDifference]:
         """Prompt, chosen and rejected: the prompt ends before the first trained token."""
@@ -86,13 +86,14 @@ class Renderer:
         sections = {name: RowSection(name=name) for name in ("prompt", "chosen", "rejected")}
         # the prompt is shown once: as chosen has it
         for full, left in ((rejected, kept[1]), (chosen, kept[0])):
+            ending = len(full.ids) - end
             marks = []
             for place, mark in enumerate(self.mark(full, left)):
                 section = "prompt" if place < prompt else full.name
-                differs = start <= place < len(full.ids) - end
+                differs = start <= place < ending
                 marks.append(replace(mark, section=section, differs=differs))
-            for section_of_strand in self.sections(full.ids, marks):
-                sections[section_of_strand.name] = section_of_strand
+            for part in self.render_sections(full.ids, marks):
+                sections[part.name] = part
         difference = PairDifference(
             equal=chosen.ids == rejected.ids,
             same_start=start - prompt,
@@ -106,18 +107,21 @@ class Renderer:
         """The kind of each token of a sequence, `kept` being what is left of it."""
         begin = 0
         count = len(kept.ids)
-        if whole.ids[:count] != kept.ids and whole.ids[-count:] == kept.ids:
+        is_cut_at_start = whole.ids[-count:] == kept.ids
+        if is_cut_at_start and whole.ids[:count] != kept.ids:
             begin = len(whole.ids) - count
         marks = []
         for place, number in enumerate(whole.ids):
             is_cut = not begin <= place < begin + count
             is_trained = not is_cut and kept.trained[place - begin]
-            marks.append(Mark(whole.name, is_trained, number in self.special, is_cut))
+            is_special = number in self.special
+            marks.append(Mark(whole.name, is_trained, is_special, is_cut))
         return marks
 
-    def sections(self, ids: list[int], marks: list[Mark]) -> list[RowSection]:
+    def render_sections(self, ids: list[int], marks: list[Mark]) -> list[RowSection]:
         """The sections of a sequence, in pieces of tokens of one kind."""
         sections: dict[str, RowSection] = {}
+        cut_at = "start" if marks and marks[0].cut else "end"
         begin = 0
         before = ""
         for end in range(1, len(marks) + 1):
@@ -139,7 +143,7 @@ class Renderer:
             )
             section = sections.setdefault(mark.section, RowSection(name=mark.section))
             section.pieces.append(piece)
-            count_piece(section, piece, "start" if marks[0].cut else "end")
+            count_piece(section, piece, cut_at)
             begin = end
             before = until
         return list(sections.values())

@@ -90,7 +90,7 @@ def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> 
     if hasattr(unlimited_collator, "max_length"):
         unlimited_collator.max_length = None
 
-    def prepare_rows(dataset: Any, limited: bool) -> Any:
+    def prepare_rows(dataset: Any, *, limited: bool) -> Any:
         if not calls:
             # `skip_prepare_dataset`
             return dataset
@@ -102,7 +102,7 @@ def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> 
                 arguments["packing"] = False
         return call_trainer(prepare, **arguments)
 
-    def collate(row: Any, limited: bool) -> Any:
+    def collate(row: Any, *, limited: bool) -> Any:
         collator = trainer.data_collator if limited else unlimited_collator
         return call_trainer(collator, [row])
 

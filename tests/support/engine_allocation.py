@@ -112,13 +112,15 @@ def unseen(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rank(number: int, world: int, place: Path, case: dict[str, Any]) -> None:
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
+    os.environ["RANK"] = str(number)
+    os.environ["LOCAL_RANK"] = str(number)
+    os.environ["WORLD_SIZE"] = str(world)
     torch.set_num_threads(1)
     meeting = f"file://{place}.meeting"
     deepspeed.init_distributed("gloo", init_method=meeting, rank=number, world_size=world)
-    found = measure(case)
+    measured = measure(case)
     if number == 0:
-        place.write_text(json.dumps(found))
+        place.write_text(json.dumps(measured))
 
 
 def main(output: Path, cases: list[dict[str, Any]]) -> None:

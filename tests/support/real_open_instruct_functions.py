@@ -121,12 +121,12 @@ def _clip_olmo_core(request, model):
         match node:
             case ast.Assign(targets=[ast.Name(id="max_grad_norm")]):
                 run([node], names)
+    handed_over = ast.Name("handed_over", ast.Store())
     for node in ast.walk(main):
         if isinstance(node, ast.keyword) and node.arg == "max_grad_norm":
-            run([ast.Assign([ast.Name("handed_over", ast.Store())], node.value)], names)
+            run([ast.Assign([handed_over], node.value)], names)
     # TransformerTrainModule.optim_step of olmo_core/train/train_module/transformer/train_module.py
-    # clips where this is
-    # not None.
+    # clips where this is not None.
     if names["handed_over"] is not None:
         TransformerTrainModule._clip_grad_norm(SimpleNamespace(model=model), names["handed_over"])
 

@@ -130,11 +130,13 @@ class Run:
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
-        made = plan.completed(self.made, decision.derived)
+        completed = plan.completed(self.made, decision.derived)
+        command = built(completed)
         record = manifest.build_manifest(
-            attempt, rundir.utc_now(), made, built(made), self.trainer, self.output
+            attempt, rundir.utc_now(), completed, command, self.trainer, self.output
         )
-        record = replace(record, resume=decision.as_json(), contents=inputs.of_plan(made))
+        contents = inputs.of_plan(completed)
+        record = replace(record, resume=decision.as_json(), contents=contents)
         files.write_json(self.folder.manifest, record.as_json())
         self.folder.console(attempt).write_text("")
         return decision

@@ -185,16 +185,23 @@ def open_instruct_arguments(stage: str) -> dict[str, Any]:
 
 def row_findings(stage: str, backend: str, args: dict[str, Any], capsys: Text) -> list[Row]:
     """What `validate-config` says about the rows of a stage, but for its notes."""
-    args = {"model_name_or_path": "org/model", "output_dir": "output", **args}
-    content = {"stage": stage, "backend": backend, "deepspeed": "none", "args": args}
+    content = {
+        "stage": stage,
+        "backend": backend,
+        "deepspeed": "none",
+        "args": {"model_name_or_path": "org/model", "output_dir": "output", **args},
+    }
     Path("stage.yaml").write_text(json.dumps(content))
     capsys.readouterr()
 
     main(["validate-config", "stage.yaml", "--format", "json"])
 
     findings = json.loads(capsys.readouterr().out)["findings"]
-    about_rows = [finding for finding in findings if finding["code"] in ABOUT_ROWS]
-    return [finding for finding in about_rows if finding["severity"] != "note"]
+    about_rows = []
+    for finding in findings:
+        if finding["code"] in ABOUT_ROWS and finding["severity"] != "note":
+            about_rows.append(finding)
+    return about_rows
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.stage}-{form.name}")

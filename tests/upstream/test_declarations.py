@@ -110,9 +110,12 @@ def test_an_enum_of_another_package(write: Write) -> None:
     other = package_of(write, "other", deep="class Kind(enum.StrEnum):\n    a = 'x'\n")
     classes = [("pkg.mod", "A")]
 
-    by_source = read_fields(Sources({"pkg": package, "other": other}), classes, {})["k"]
-    by_table = read_fields(Sources({"pkg": package}), classes, {"other.deep.Kind": ["x"]})["k"]
-    unknown = read_fields(Sources({"pkg": package}), classes, {})["k"]
+    alone = Sources({"pkg": package})
+    both = Sources({"pkg": package, "other": other})
+
+    by_source = read_fields(both, classes, {})["k"]
+    by_table = read_fields(alone, classes, {"other.deep.Kind": ["x"]})["k"]
+    unknown = read_fields(alone, classes, {})["k"]
 
     assert (by_source.kind, by_source.choices) == ("choice", ("x",))
     assert by_table == by_source

@@ -326,9 +326,8 @@ OWN_START = "args, = HfArgumentParser((Options,)).parse_args_into_dataclasses()\
     ],
 )
 def test_what_post_init_only_puts_back_is_not_read(tmp_path: Path, lines: str, read: bool) -> None:
-    path = path_of(
-        tmp_path, POST_INIT.format(body=f"        {lines}"), start=OWN_START, fields=["a", "b", "c"]
-    )
+    body = POST_INIT.format(body=f"        {lines}")
+    path = path_of(tmp_path, body, start=OWN_START, fields=["a", "b", "c"])
     assert bool(path.reads["a"]) == read
 
 
@@ -492,9 +491,10 @@ def check(o):
 def main(args):
     {lines}
 """
-    path = path_of(tmp_path, body)
-    assert sorted((r.when, r.error) for r in path.refusals) == sorted(expected)
-    assert not any(r.parsing for r in path.refusals)
+    refusals = path_of(tmp_path, body).refusals
+    conditions = [(refusal.when, refusal.error) for refusal in refusals]
+    assert sorted(conditions) == sorted(expected)
+    assert not any(refusal.parsing for refusal in refusals)
 
 
 def test_a_refusal_of_post_init_is_the_parsers(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def unfinished_run(folder: Path, **identity: object) -> RunFolder:
     run.console(1).write_text(UNFINISHED)
     run.manifest.write_text('{"stage": "sft", "expect": {}}')
     own = process.identify(os.getpid()).as_json()
-    run.process.write_text(json.dumps({**own, "mark": str(folder), **identity}))
+    record = {**own, "mark": str(folder), **identity}
+    run.process.write_text(json.dumps(record))
     return run
 
 
@@ -332,7 +333,8 @@ def test_finish_by_the_log(tmp_path: Path, content: str, state: str, reason: str
     ok = {"completed": True, "running": None}.get(state, False)
     assert brief(point) == (state, ok)
     assert point.detail.get("reason") == reason
-    assert ("help" in point.detail) == (reason is not None)
+    has_help = "help" in point.detail
+    assert has_help is (reason is not None)
 
 
 @pytest.mark.parametrize(

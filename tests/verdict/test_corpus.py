@@ -114,6 +114,10 @@ def steps_of(truth: Mapping[str, Any]) -> range:
     return range(first, last + 1)
 
 
+def content_of(name: str) -> bytes:
+    return (CORPUS / f"{name}.log").read_bytes()
+
+
 @cache
 def judged(name: str) -> Verdict:
     return judge_log(CORPUS / f"{name}.log")
@@ -204,9 +208,10 @@ CARRIERS: Mapping[str, Callable[[bytes], bytes]] = {
 def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path) -> None:
     """A third of the logs each: every log meets three or four carriers."""
     third = list(CARRIERS).index(carrier) % 3
+    carry = CARRIERS[carrier]
+    path = tmp_path / "console.log"
     for name in list(LOGS)[third::3]:
-        path = tmp_path / f"{name}.log"
-        path.write_bytes(CARRIERS[carrier]((CORPUS / f"{name}.log").read_bytes()))
+        path.write_bytes(carry(content_of(name)))
         verdict = judged_or_refused(path)
         assert verdict is None or contradictions(verdict, LOGS[name]) == [], name
 
@@ -225,13 +230,14 @@ def test_the_beginning_of_a_log_is_not_taken_for_the_whole(part: int, tmp_path: 
     path = tmp_path / "console.log"
     for name in list(LOGS)[part::8]:
         truth = LOGS[name]
-        content = (CORPUS / f"{name}.log").read_bytes()
+        content = content_of(name)
         may_pass = judged(name).status == "pass" or truth.get("attempts")
         # cut off within a sample of training data that is a crash, or behind an attempt that
         # failed, a log does end like a crash
         may_fail = truth.get("crash_as_data") or truth.get("earlier_fails") or not truth["good"]
         for share in (2, 5, 8, 10):
-            path.write_bytes(content[: len(content) * share // 12])
+            length = len(content) * share // 12
+            path.write_bytes(content[:length])
             verdict = judged_or_refused(path)
             if verdict is not None:
                 assert may_pass or verdict.status != "pass", (name, share)
@@ -244,7 +250,7 @@ def test_the_end_of_a_log_proves_no_more_than_the_whole(part: int, tmp_path: Pat
     path = tmp_path / "console.log"
     for name in list(LOGS)[part::8]:
         truth = LOGS[name]
-        content = (CORPUS / f"{name}.log").read_bytes()
+        content = content_of(name)
         for share in (2, 8):
             _, _, end = content[-len(content) // share :].partition(b"\n")
             path.write_bytes(end)
@@ -277,6 +283,5 @@ def test_logs_one_after_the_other_are_the_last_run(second: str, tmp_path: Path) 
     for first in earlier:
         if first == second:
             continue
-        logs = [(CORPUS / f"{name}.log").read_bytes() for name in (first, second)]
-        path.write_bytes(b"".join(logs))
+        path.write_bytes(content_of(first) + content_of(second))
         assert contradictions(judge_log(path), LOGS[second]) == [], first

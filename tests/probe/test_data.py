@@ -198,7 +198,8 @@ def test_samples_are_counted_before_and_after_the_preparation(
     data.watch_filters(types.SimpleNamespace(Dataset=sets))  # type: ignore[arg-type]
     data.watch_preparation(types.SimpleNamespace(SFTTrainer=trainer))  # type: ignore[arg-type]
     for name in ("train", "eval"):
-        trainer(packing=packing)._prepare_dataset(sets(range(40)), None, None, packing, None, name)
+        rows = sets(range(40))
+        trainer(packing=packing)._prepare_dataset(rows, None, None, packing, None, name)
 
     (event,) = events_in(tmp_path, "data_rows")
     assert (event["given"], event["kept"], event["max_length"]) == (40, 20, 128)

@@ -7,6 +7,7 @@ from typing import Any
 
 import made_runs
 import pytest
+import row_files
 import saved
 import yaml
 
@@ -62,9 +63,13 @@ def make_run(output: Path, name: str = NAME, *, backend: str = "trl", **argument
 def cut_off(run: Path) -> None:
     """Have a run not have come to its final save."""
     (run / "exit.json").unlink()
-    for name, word in {"console.log": "saved", "probe/rank-0.jsonl": '"end"'}.items():
-        lines = (run / name).read_text().splitlines(keepends=True)
-        (run / name).write_text("".join(line for line in lines if word not in line))
+    remove_lines(run / "console.log", "saved")
+    remove_lines(run / "probe" / "rank-0.jsonl", '"end"')
+
+
+def remove_lines(path: Path, word: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if word not in line))
 
 
 def make_adapter(folder: Path, **changes: object) -> Path:
@@ -418,9 +423,8 @@ def test_a_row_without_a_prompt(row: dict[str, object]) -> None:
 
 def write_rows(path: Path, *texts: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        for text in texts:
-            stream.write(json.dumps({"messages": [user(text), *ANSWER]}) + "\n")
+    rows = [{"messages": [user(text), *ANSWER]} for text in texts]
+    path.write_bytes(row_files.lines(rows))
 
 
 def choose(count: int, **arguments: object) -> prompts.Prompts:

@@ -134,15 +134,14 @@ def main(output: Path, cases: list[dict[str, Any]]) -> None:
     collectives._torch_reduce_scatter_fn = unseen(collectives._torch_reduce_scatter_fn)
     # taken from the file where they meet
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    found = []
+    measured = []
     for number, case in enumerate(cases):
         # new processes for each: what an engine before it left behind counts as freed in this one
         place = output.with_name(f"{number}.json")
-        start_processes(
-            rank, (case["ranks"], place, case), nprocs=case["ranks"], start_method="fork"
-        )
-        found.append(json.loads(place.read_text()))
-    output.write_text(json.dumps(found))
+        ranks = case["ranks"]
+        start_processes(rank, (ranks, place, case), nprocs=ranks, start_method="fork")
+        measured.append(json.loads(place.read_text()))
+    output.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

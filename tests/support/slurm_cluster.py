@@ -184,15 +184,19 @@ def _start(cluster: Cluster) -> None:
 
 
 def _daemon(cluster: Cluster, name: str, *words: str) -> None:
-    found = program(name)
-    assert found is not None
-    with (cluster.folder / f"{name}{len(cluster.daemons)}.out.log").open("wb") as out:
-        cluster.daemons.append(
-            subprocess.Popen(
-                [found, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env={**os.environ, **cluster.environment}, start_new_session=True,
-            )
-        )  # fmt: skip
+    executable = program(name)
+    assert executable is not None
+    log = cluster.folder / f"{name}{len(cluster.daemons)}.out.log"
+    with log.open("wb") as stream:
+        daemon = subprocess.Popen(
+            [executable, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env={**os.environ, **cluster.environment},
+            start_new_session=True,
+        )
+    cluster.daemons.append(daemon)
 
 
 def _until(cluster: Cluster, true: Callable[[], bool]) -> None:

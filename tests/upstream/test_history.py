@@ -203,10 +203,10 @@ def test_git_finds_what_the_table_holds(checkout: Path) -> None:
         if change.date <= "2026-01-14" or not change.gone:
             continue
         count += 1
-        found = set()
+        matches = set()
         for other in history.find(repository, change.key, DPO, base, PIN):
-            found.add((other.what, other.to, other.commit))
-        if (change.what, change.to, change.commit) not in found:
+            matches.add((other.what, other.to, other.commit))
+        if (change.what, change.to, change.commit) not in matches:
             missed.add(change.key)
     assert count > 15
     # the same commit adds a parameter of the one's name; the other is found by how it is read

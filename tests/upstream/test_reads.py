@@ -627,11 +627,11 @@ if __name__ == "__main__":
     sources = package(tmp_path, {"main.py": start})
     classes = reads.entry_classes(sources, "pkg/main.py")
     declared = read_fields(sources, classes, {})
-    given = reads.with_own_defaults(sources, "pkg/main.py", declared)
+    fields = reads.with_own_defaults(sources, "pkg/main.py", declared)
 
     changed = {}
-    for name, known in given.items():
-        if known != declared[name]:
-            changed[name] = known.default
+    for name, field in fields.items():
+        if field != declared[name]:
+            changed[name] = field.default
     assert changed == {"a": True, "c": 5, "d": None, "names": ["x"]}
-    assert given["d"].default_text == "compute()"
+    assert fields["d"].default_text == "compute()"

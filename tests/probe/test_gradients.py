@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import made_runs
 import pytest
 from conftest import PATIENCE_S, REPOSITORY, SUPPORT
+from gradient_case import FAULTY_STEP, Case
 
 from launcher.cli.main import main
 from launcher.probe.watching.gradients import ElementSample, tolerance
@@ -27,40 +28,7 @@ from launcher.workflows.bench.comparison import (
     compare,
 )
 
-FAULTY_STEP = 3  # gradient_ranks.FAULTY
 VIOLATION = 79
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A training of a tiny model by tests/support/gradient_ranks.py.
-
-    `sparse` checks steps 1, 2 and 4 of 5: the hooks are taken off and put on again. `unwatched`
-    are ranks without a probe, for which the others wait `patience` seconds.
-    """
-
-    engine: str
-    world: int = 2
-    half: bool = True
-    accumulation: int = 1
-    clip: float = 0.0
-    fault: str | None = None
-    sparse: bool = False
-    offload: bool = False
-    tied: bool = False
-    frozen: bool = False
-    checkpointing: str = ""
-    summed: str = ""
-    wire: str = ""
-    unwatched: tuple[int, ...] = ()
-    patience: int = 0
-
-    def settings(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value}
-
-    def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in self.settings().items())
-
 
 DDP = Case(engine="ddp", half=False)
 FSDP2 = Case(engine="fsdp2")
@@ -122,7 +90,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Training]:
 
 def run_cases(folder: Path, cases: list[Case]) -> None:
     """Each leaves a folder with its number; the exit codes of all are in exits.json."""
-    settings = [json.dumps(case.settings()) for case in cases]
+    settings = [json.dumps(case.as_json()) for case in cases]
     path = os.pathsep.join((str(SUPPORT), str(REPOSITORY)))
     log = folder / "log"
     with log.open("w") as stream:

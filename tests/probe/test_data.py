@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded_events import Event, read_events
 
 from launcher.probe.watching.data import Data, is_repeated
 from launcher.probe.watching.packing import UNLABELLED
@@ -49,11 +49,6 @@ def data_of(folder: Path, **settings: Any) -> Data:
     return data
 
 
-def events_in(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / "rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
-
-
 def padded_batch(rows: list[Row]) -> Any:
     width = max(len(row.tokens) for row in rows)
     ids = []
@@ -81,7 +76,7 @@ def packed_batch(rows: list[Row]) -> Any:
     )
 
 
-def counted(folder: Path, rows: list[Row], **settings: Any) -> dict[str, Any]:
+def counted(folder: Path, rows: list[Row], **settings: Any) -> Event:
     """What is reported of one micro-batch of these rows."""
     data = data_of(folder, **settings)
     tally = Tally()
@@ -91,7 +86,7 @@ def counted(folder: Path, rows: list[Row], **settings: Any) -> dict[str, Any]:
         sums[name] = [float(value) for value in values]
     data.add_sums(sums)
     data.report()
-    (event,) = events_in(folder, "data")
+    (event,) = read_events(folder, "data")
     return event
 
 
@@ -201,7 +196,7 @@ def test_samples_are_counted_before_and_after_the_preparation(
         rows = sets(range(40))
         trainer(packing=packing)._prepare_dataset(rows, None, None, packing, None, name)
 
-    (event,) = events_in(tmp_path, "data_rows")
+    (event,) = read_events(tmp_path, "data_rows")
     assert (event["given"], event["kept"], event["max_length"]) == (40, 20, 128)
     (dropped,) = event["dropped"]
     assert dropped["rows"] == 20

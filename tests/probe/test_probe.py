@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probed_scripts import PROBE, TRAIN, Event, Training
+from probed_scripts import PROBE, TRAIN, Training
 from probed_scripts import training as training  # a fixture
+from recorded_events import Event, read_events
 
 from launcher.probe.watching import Probe
 
@@ -413,8 +414,7 @@ def test_nobody_waits_for_the_numbers_of_a_step(
         probe.end_backward(types.SimpleNamespace())
         probe.clipped(OnDevice(0.25))
         probe.close_step()
-        lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == "step"]
+        return read_events(tmp_path, "step")
 
     assert take_step(3.0) == []
     assert Arrival.waited == 0

@@ -30,10 +30,8 @@ class Engine(Tracker):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-            and args[0].dtype == HALF
-        ):
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        if is_product and args[0].dtype == HALF:
             args = [arg.float() for arg in args]
             out = func(*args).to(HALF)
             self.see(out)
@@ -47,40 +45,50 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     The peak of the fullest rank in bytes, and what it was of.
     """
     config = transformers.Qwen2Config(
-        hidden_size=HIDDEN, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=1024, vocab_size=case.get("vocab", 8192),
-        tie_word_embeddings=case.get("tied", False),
-    )  # fmt: skip
-    accumulation = case.get("accumulation", 1)
+        hidden_size=HIDDEN,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        vocab_size=case["vocab"],
+        tie_word_embeddings=case["tied"],
+    )
+    accumulation = case["accumulation"]
     zero: dict[str, Any] = {
-        "stage": case["stage"], "overlap_comm": True, "contiguous_gradients": True,
-        "reduce_bucket_size": case.get("bucket", HIDDEN * HIDDEN),
-    }  # fmt: skip
+        "stage": case["stage"],
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": case["bucket"],
+    }
     if case["stage"] == 3:
         zero |= {
             "stage3_prefetch_bucket_size": int(0.9 * HIDDEN * HIDDEN),
             "stage3_param_persistence_threshold": 10 * HIDDEN,
         }
     engine_config = {
-        "bf16": {"enabled": True}, "zero_optimization": zero, "gradient_clipping": 1.0,
-        "gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True, "communication_data_type": case["communication"],
-    }  # fmt: skip
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "communication_data_type": case["communication"],
+    }
     with Engine() as tracker:
         with deepspeed.zero.Init(config_dict_or_path=engine_config, enabled=case["stage"] == 3):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=HALF)
-        if case.get("lora"):
+        if case["lora"]:
             model = adapted(model, case["lora"])
-        if case.get("checkpointing"):
+        if case["checkpointing"]:
             model.gradient_checkpointing_enable()
         # the model's own making is not the engine's
         tracker.mark()
-        kind = {"foreach": True} if case.get("foreach") else {"fused": True}
+        kind = {"foreach": True} if case["foreach"] else {"fused": True}
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3, **kind)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
         engine.train()
-        ids = torch.randint(0, config.vocab_size, (case.get("rows", 2), 64))
+        ids = torch.randint(0, config.vocab_size, (case["rows"], 64))
         for _ in range(2 * accumulation):
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             engine.backward(loss)

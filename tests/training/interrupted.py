@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, STAND_INS
-from real_answers import read_lines
+from recorded_events import read_lines
 from slurm_cluster import free_ports
 
 from launcher.machine import process as processes

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, STAND_INS
-from real_answers import Answer, launch, read_lines, succeed
+from real_answers import Answer, launch, succeed
 from real_training import CONFIGS, needs_training
 from real_training import place as place  # a fixture
+from recorded_events import read_lines
 
 pytestmark = [pytest.mark.slow, *needs_training]
 

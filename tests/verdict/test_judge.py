@@ -23,6 +23,7 @@ from judged_runs import (
     verdict_of_log,
 )
 from judged_runs import run as run  # a fixture
+from recorded_events import read_events
 
 from launcher import files
 from launcher.lifecycle import conclude
@@ -366,22 +367,19 @@ def test_a_step_of_another_size_is_not_as_planned(
     assert words in advice(point)
 
 
-def read_events(record: Path) -> list[Event]:
-    return [json.loads(line) for line in record.read_text().splitlines()]
-
-
 def resumed_run(folder: Path, first: Event, second: Event, bad: Sequence[int] = ()) -> Path:
     """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
     manifest = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
-    record = folder / "probe" / "rank-0.jsonl"
+    probe = folder / "probe"
     made_runs.write_run(folder, record=manifest, ended=False, bad=bad, steps=30)
     # it came to no end
-    start, *steps, _end = read_events(record)
+    start, *steps, _end = read_events(probe)
     events = [start, first, *steps]
 
+    record = probe / "rank-0.jsonl"
     record.unlink()
     made_runs.write_run(folder, record=manifest, attempt=2, first=21)
-    start, *steps = read_events(record)
+    start, *steps = read_events(probe)
     resumed = {"event": "resumed", "path": "checkpoint-20", "step": 20}
     events += [start, second, resumed, *steps]
     record.write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -18,6 +18,7 @@ import repeated
 import saved
 from judged_runs import END, Event, Run, advice, brief, sft, step, steps
 from judged_runs import run as run  # a fixture
+from recorded_events import read_events
 from repeated import TRL, Make, codes
 
 from launcher import files
@@ -165,14 +166,9 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
         process.step += 1
     movement.report()
 
-    (event,) = events_in(tmp_path / "own" / "probe", "weights")
+    (event,) = read_events(tmp_path / "own" / "probe", "weights")
     assert least <= event["moved"] / event["sampled"] <= most
     assert (event["steps"], event["tensors"]) == (5, 2)
-
-
-def events_in(probe: Path, name: str) -> list[Event]:
-    lines = (probe / "rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 def tensors(path: Path, values: bytes, dtype: str = "F32") -> None:
@@ -204,7 +200,7 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
     tensors(output / name, noise(1))
     (output / "config.json").write_text("{}")
     note_saved(EventLog(str(place / "scratch"), 0), output)
-    fingerprints = events_in(place / "scratch", "saved_model")
+    fingerprints = read_events(place / "scratch", "saved_model")
 
     finish_run(run, saved_at(output), *fingerprints)
     identify_process(run)

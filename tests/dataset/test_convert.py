@@ -1,14 +1,13 @@
 """`launch data convert`: rows of each known form become rows that both trainers take."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
+from conftest import Write
+from real_process import ask_process
 from row_files import BAD, GOOD, QUESTION, Row, array, assistant, chat, lines, parquet, table, user
 
 from launcher.cli.main import main
@@ -225,19 +224,10 @@ def test_the_trainer_takes_the_converted_rows(write: Write, demo_assets: Path) -
     requests = []
     for number, form in enumerate(different.values()):
         write(f"{number}/train.jsonl", lines([form.converted] * ROWS))
-        requests.append(json.dumps({"stage": form.stage, "data": str(number), "args": {}}))
+        requests.append({"stage": form.stage, "data": str(number), "args": {}})
 
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "real_rows.py"), str(demo_assets / "model")],
-        input="\n".join(requests),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    answers = ask_process("real_rows.py", str(demo_assets / "model"), requests=requests)
 
-    if done.returncode == 3:
-        pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
     for form, answer in zip(different.values(), answers, strict=True):
         assert answer["error"] is None, form.name
         assert len(answer["rows"]) == ROWS, form.name

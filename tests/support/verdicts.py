@@ -5,16 +5,14 @@ import hashlib
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from argument_sets import Arguments
-from conftest import DATA, NO_PACKAGES
+from conftest import DATA
+from real_process import ask_process
 
 from launcher.config.load import Config
 from launcher.errors import Finding
@@ -132,7 +130,7 @@ def digest(words: Any) -> str:
 
 
 def ask(backend: str, root: Path | None, requests: list[dict[str, Any]]) -> list[Any]:
-    """One answer to each request, after the description of the parsers; skips without packages."""
+    """The description of the parsers, then an answer to each request; skips without packages."""
     environ = {
         **os.environ,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -143,13 +141,5 @@ def ask(backend: str, root: Path | None, requests: list[dict[str, Any]]) -> list
     }
     if root is not None:
         environ["PYTHONPATH"] = str(root)
-    script = Path(__file__).with_name("real_parser.py")
-    done = subprocess.run(
-        [sys.executable, str(script), backend],
-        input="".join(f"{json.dumps(request)}\n" for request in requests),
-        env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode == 3:
-        pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    asked = ["describe", *requests]
+    return ask_process("real_parser.py", backend, requests=asked, environ=environ)

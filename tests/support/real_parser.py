@@ -4,7 +4,8 @@ usage: python real_parser.py BACKEND < requests.jsonl > answers.jsonl
 
 One line in: {"stage": "sft", "words": ["--seed", "1"]}; one line out: null where the parser and
 `__post_init__` take the words, else why not. The request "describe" is answered with a description
-of every argument, by stage. Exit code 3, with the reason on stderr, where the packages are not there.
+of every argument, by stage. Exit code 3, with the reason on stderr, where the packages are not
+there.
 """
 
 import argparse

@@ -59,8 +59,8 @@ def dpo(name: str, row: Row, **options: str) -> Form:
     return Form(name, "dpo", row, {"chosen": chat(), "rejected": chat(0, BAD)}, **options)
 
 
-def human(text: str = ASKED) -> Turn:
-    return {"from": "human", "value": text}
+def human() -> Turn:
+    return {"from": "human", "value": ASKED}
 
 
 def gpt(text: str = ANSWER) -> Turn:

@@ -236,17 +236,15 @@ def search_of(world: Space, **terms: object) -> Search:
 _GRIDS = dict[int, tuple[Space, list[Candidate]]]()
 
 
-def searched(
-    world: Space, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object
-) -> Search:
-    """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
-    search = search_of(world, **terms)
-    while len(search.results) < trials:
+def searched(world: Space, machine: Machine, noise: Sequence[float]) -> Search:
+    """Through to its end, or ten trials; `noise` are shares by which measurements are off."""
+    search = search_of(world)
+    while len(search.results) < 10:
         candidate = search.propose()
         if candidate is None:
             break
         trial = machine.runs(world, candidate)
-        if noise and trial.speed:
+        if trial.speed:
             share = noise[len(search.runs) % len(noise)]
             trial = _measured_wrongly(trial, share)
         search.learn(trial)

@@ -78,8 +78,8 @@ class Run:
                 self.rank(number, *events, world=len(records))
         return self
 
-    def exit(self, code: int, number: int | None = None, stopped: int | None = None) -> Run:
-        values = {"returncode": code, "signal": number, "stopped": stopped, "attempt": 1}
+    def exit(self, code: int, number: int | None = None) -> Run:
+        values = {"returncode": code, "signal": number, "stopped": None, "attempt": 1}
         (self.folder / "exit.json").write_text(json.dumps(values))
         return self
 

@@ -46,9 +46,10 @@ def logged_step(number: int, loss: float) -> str:
     )
 
 
-def step_numbers(evidence: Evidence, rank: int = 0) -> list[int]:
+def step_numbers(evidence: Evidence) -> list[int]:
+    """Of the first rank."""
     assert evidence.probe is not None
-    return [step.step for step in evidence.probe.ranks[rank].steps]
+    return [step.step for step in evidence.probe.ranks[0].steps]
 
 
 def test_an_empty_folder_is_no_evidence(tmp_path: Path) -> None:

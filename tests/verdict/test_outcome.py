@@ -171,17 +171,20 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
     assert (event["steps"], event["tensors"]) == (5, 2)
 
 
-def tensors(path: Path, values: bytes, dtype: str = "F32") -> None:
+def tensors(path: Path, values: bytes) -> None:
     """A safetensors file with one tensor of these bytes."""
     size = len(values)
-    tensor = {"dtype": dtype, "shape": [size // 4], "data_offsets": [0, size]}
+    tensor = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
     header = json.dumps({"w": tensor}).encode()
     header_size = len(header).to_bytes(8, "little")
     path.write_bytes(header_size + header + values)
 
 
-def noise(seed: int, size: int = 1 << 16) -> bytes:
-    return numpy.random.default_rng(seed).bytes(size)
+SIZE = 1 << 16
+
+
+def noise(seed: int) -> bytes:
+    return numpy.random.default_rng(seed).bytes(SIZE)
 
 
 def saved_at(output: Path) -> Event:
@@ -212,7 +215,7 @@ def remove_weights(output: Path) -> None:
 
 
 def fill_with_zeros(output: Path) -> None:
-    tensors(output / "model.safetensors", bytes(1 << 16))
+    tensors(output / "model.safetensors", bytes(SIZE))
 
 
 def replace_weights(output: Path) -> None:

@@ -229,10 +229,14 @@ SCHEDULES = (
 def test_schedules(name: str, upstream: Upstream, launch: Launch) -> None:
     answer = upstream.ask("schedule", name=name)
     codes = launch.codes(OLMO_CORE, {"lr_scheduler_type": name})
+
+    is_refused = codes.get("scheduler-type") == "error"
+    assert is_refused == ("refused" in answer)
+
     is_constant = answer.get("class") == "ConstantWithWarmup"
-    assert (codes.get("scheduler-type") == "error") == ("refused" in answer)
     is_replaced = is_constant and not name.startswith("constant")
-    assert (codes.get("scheduler-replaced") == "warning") == is_replaced
+    has_warning = codes.get("scheduler-replaced") == "warning"
+    assert has_warning == is_replaced
 
 
 @pytest.mark.parametrize("limit", [-1, -1.0, -0.25, 0, 0.0, 0.5, 1, 1.0, 100.0])
@@ -253,8 +257,10 @@ def test_limits_of_the_gradient_norm(
 
 def copy_model(model: Path, folder: Path, model_type: str) -> str:
     shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["model_type"] = model_type
+    path.write_text(json.dumps(config))
     return str(folder)
 
 
@@ -326,17 +332,17 @@ def test_the_checkpoint_that_a_run_continues_from(
 
 
 def test_intervals_and_numbers_of_checkpoints(upstream: Upstream, launch: Launch) -> None:
+    all_steps = (-1, 0, 1, 100)
     ephemeral_steps = (None, -1, 0, 50, 100, 200)
-    for steps, ephemeral, keep in itertools.product(
-        (-1, 0, 1, 100), ephemeral_steps, (-1, 0, 1, 3)
-    ):
+    numbers = (-1, 0, 1, 3)
+    for steps, ephemeral, keep in itertools.product(all_steps, ephemeral_steps, numbers):
         args = {"checkpointing_steps": steps, "keep_last_n_checkpoints": keep}
         if ephemeral is not None:
             args["ephemeral_save_interval"] = ephemeral
         codes = launch.codes(OLMO_CORE, args)
-        errors = {code for code, severity in codes.items() if severity == "error"}
-        is_refused = upstream.refuses("intervals", steps=steps, ephemeral=ephemeral, keep=keep)
-        assert bool(errors & {"checkpoint-steps", "out-of-range"}) == is_refused, args
+        is_refused = "error" in (codes.get("checkpoint-steps"), codes.get("out-of-range"))
+        by_upstream = upstream.refuses("intervals", steps=steps, ephemeral=ephemeral, keep=keep)
+        assert is_refused == by_upstream, args
 
 
 @pytest.mark.parametrize("budget", [0.3, 0.9, 1.0])

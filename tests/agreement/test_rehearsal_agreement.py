@@ -227,7 +227,8 @@ def drawn_arguments(backend: str, stage: str) -> Iterator[Arguments]:
     chance = random.Random(f"{SEED} {backend} {stage}")
     pool = {**POOLS[backend], **POOLS[f"{backend} {stage}"]}
     for _ in range(COUNT):
-        names = chance.sample(sorted(pool), chance.randint(1, 3))
+        count = chance.randint(1, 3)
+        names = chance.sample(sorted(pool), count)
         yield {name: chance.choice(pool[name]) for name in names}
 
 

@@ -210,10 +210,10 @@ def sets_of(stage: str) -> tuple[Arguments, ...]:
 
 def draw_group(schema: Schema, chance: random.Random) -> Arguments:
     """Values for some arguments of one group, two at least."""
-    group = {name: pool for name, pool in chance.choice(GROUPS).items() if name in schema.fields}
-    count = chance.randint(min(2, len(group)), len(group))
-    names = chance.sample(sorted(group), count)
-    return {name: chance.choice(group[name]) for name in names}
+    group = chance.choice(GROUPS)
+    names = sorted(group.keys() & schema.fields.keys())
+    count = chance.randint(min(2, len(names)), len(names))
+    return {name: chance.choice(group[name]) for name in chance.sample(names, count)}
 
 
 @cache
@@ -252,8 +252,10 @@ def trl_refusals(folder: Path) -> dict[str, list[str | None]]:
     installed = locate.locate("trl")
     if installed.root is None or not installed.pinned:
         pytest.skip(f"{NO_PACKAGES}: {installed.pin} is not installed")
-    environ = {name: os.environ[name] for name in os.environ if not name.startswith(OUTSIDE)}
-    environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environ = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    for name, value in os.environ.items():
+        if not name.startswith(OUTSIDE):
+            environ.setdefault(name, value)
     requests = []
     for stage in STAGES:
         for words in words_by_stage()[stage]:

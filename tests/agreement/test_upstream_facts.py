@@ -71,11 +71,14 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 def texts() -> Iterator[tuple[str, str]]:
     """The name and the text of each module and each page; a page's fences show what was printed."""
-    for path in sorted((REPOSITORY / "launcher").rglob("*.py")):
+    modules = sorted((REPOSITORY / "launcher").rglob("*.py"))
+    for path in modules:
         yield path.name, path.read_text(encoding="utf-8")
-    for path in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
+    docs = REPOSITORY / "docs"
+    for path in [*REPOSITORY.glob("*.md"), *docs.glob("*.md")]:
         if path.name not in {"CHANGELOG.md", "cited.md"}:
-            yield path.name, FENCE.sub("", path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            yield path.name, FENCE.sub("", text)
 
 
 def test_no_rule_page_or_comment_cites_by_number() -> None:

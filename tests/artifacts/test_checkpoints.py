@@ -78,14 +78,20 @@ def test_an_engine_needs_the_states_of_every_rank(tmp_path: Path) -> None:
 
 def test_transformers_writes_its_state_last(tmp_path: Path) -> None:
     saved.trl(tmp_path, 10)
-    (saved.trl(tmp_path, 20) / "trainer_state.json").unlink()
-    (saved.trl(tmp_path, 30) / "optimizer.pt").unlink()
-    (saved.trl(tmp_path, 40) / "model.safetensors").unlink()
-    (saved.trl(tmp_path, 50) / "trainer_state.json").write_text('{"global_step": 5')
+    for step, file in ((20, "trainer_state.json"), (30, "optimizer.pt"), (40, "model.safetensors")):
+        checkpoint = saved.trl(tmp_path, step)
+        (checkpoint / file).unlink()
+    half_written = saved.trl(tmp_path, 50)
+    (half_written / "trainer_state.json").write_text('{"global_step": 5')
     saved.trl(tmp_path, 60, state={"global_step": 50})
-    saved.cut(saved.trl(tmp_path, 70) / "rng_state.pth")
+    cut = saved.trl(tmp_path, 70)
+    saved.cut(cut / "rng_state.pth")
+
     faults = find_faults("trl", tmp_path)
-    assert [name for name, fault in faults.items() if fault is None] == ["checkpoint-10"]
+
+    assert faults.pop("checkpoint-10") is None
+    assert len(faults) == 6
+    assert None not in faults.values()
     assert "optimizer.pt" in str(faults["checkpoint-30"])
 
 

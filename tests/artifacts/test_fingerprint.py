@@ -30,13 +30,14 @@ def sampled_digest(path: Path) -> str:
 
 def safetensors(tensors: dict[str, bytes]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
+    data = b""
     for name, raw in tensors.items():
-        end = begin + len(raw)
-        header[name] = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [begin, end]}
-        begin = end
+        begin = len(data)
+        data += raw
+        header[name] = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [begin, len(data)]}
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + b"".join(tensors.values())
+    size = struct.pack("<Q", len(text))
+    return size + text + data
 
 
 @given(raw=st.binary(min_size=1, max_size=400), at=st.integers(0), flip=st.integers(1, 255))
@@ -150,12 +151,15 @@ def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     before = of_model(str(folder))
     assert [file.name for file in before.files] == ["config.json", "model.safetensors"]
+
     for name in ("README.md", "checkpoint-10/model.safetensors", "tokenizer.json"):
         (folder / name).write_text("other")
     assert of_model(str(folder)).digest == before.digest
     moved = shutil.copytree(folder, tmp_path / "deeper" / "n")
     assert of_model(str(moved)).digest == before.digest
-    (folder / "model.safetensors").write_bytes(safetensors({"a": b"w" * 99 + b"v"}))
+
+    other_weights = safetensors({"a": b"w" * 99 + b"v"})
+    (folder / "model.safetensors").write_bytes(other_weights)
     assert of_model(str(folder)).digest != before.digest
 
 
@@ -177,7 +181,10 @@ def test_an_adapter_counts_with_its_base(write: Write, tmp_path: Path) -> None:
     adapter = write("adapter/adapter_config.json", config).parent
     write("adapter/adapter_model.safetensors", safetensors({"lora": b"1" * 10}))
     before = of_model(str(adapter)).digest
-    (base / "model.safetensors").write_bytes(safetensors({"a": b"v" * 100}))
+
+    other_weights = safetensors({"a": b"v" * 100})
+    (base / "model.safetensors").write_bytes(other_weights)
+
     assert of_model(str(adapter)).digest != before
 
 

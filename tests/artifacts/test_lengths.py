@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 
@@ -21,7 +23,7 @@ def draw(count: int) -> list[int]:
 
 
 def count_lengths(pool: list[int]) -> Lengths:
-    return lengths._summarise_counts({length: pool.count(length) for length in set(pool)}, "", None)
+    return lengths._summarise_counts(Counter(pool), "", None)
 
 
 POOL = draw(4000)
@@ -64,7 +66,7 @@ def test_a_batch_on_average_is_that_of_a_draw(rows: Lengths) -> None:
     chance = random.Random(2)
     widths = [max(chance.sample(POOL, 8)) for _ in range(2000)]
     padded = lengths.typical(rows, rows=8, packed=False)
-    assert padded.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
+    assert padded.width == pytest.approx(mean(widths), rel=0.08)
     packed = lengths.typical(rows, rows=8, packed=True)
     assert packed.tokens == pytest.approx(8 * 302, rel=0.03)
 
@@ -73,21 +75,20 @@ def test_a_batch_on_average_is_that_of_a_draw(rows: Lengths) -> None:
 @pytest.mark.parametrize("per_batch, batches", [(1, 10), (8, 30)])
 def test_the_largest_batch_is_that_of_a_draw(rows: Lengths, per_batch: int, batches: int) -> None:
     chance = random.Random(1)
-    widest = []
-    longest = []
+    largest_widths = []
+    largest_sums = []
     for _ in range(301):
         drawn = [chance.sample(POOL, per_batch) for _ in range(batches)]
-        widest.append(max(map(max, drawn)))
-        longest.append(max(map(sum, drawn)))
-    median_width = sorted(widest)[150]
-    median_sum = sorted(longest)[150]
+        largest_widths.append(max(max(batch) for batch in drawn))
+        largest_sums.append(max(sum(batch) for batch in drawn))
 
     padded = lengths.largest(rows, rows=per_batch, batches=batches, packed=False)
+    expected = per_batch * median(largest_widths)
     tolerance = 0.12 if rows is SAID else 0.05
-    assert padded.tokens == pytest.approx(per_batch * median_width, rel=tolerance)
+    assert padded.tokens == pytest.approx(expected, rel=tolerance)
     assert padded.real <= padded.tokens
     packed = lengths.largest(rows, rows=per_batch, batches=batches, packed=True)
-    assert packed.tokens == pytest.approx(median_sum, rel=0.06)
+    assert packed.tokens == pytest.approx(median(largest_sums), rel=0.06)
     assert packed.rows == 1
     assert packed.real == packed.tokens
 
@@ -95,30 +96,49 @@ def test_the_largest_batch_is_that_of_a_draw(rows: Lengths, per_batch: int, batc
 @pytest.mark.parametrize("text", ["300:1100", "4000:100000"])
 @pytest.mark.parametrize("share", [0.05, 0.8])
 def test_assumed_rows_are_cut_like_those_that_were_seen(text: str, share: float) -> None:
+    assumed = lengths.parse(text)
+    seen = assumed.quantiles((n + 0.5) / 4000 for n in range(4000))
+    limit = int(share * assumed.longest)
+    cut_seen = count_lengths([min(length, limit) for length in seen])
+    cut = assumed.cut(limit)
+    # what an assumed tail has beyond its maximum is shared out over all
+    assert cut.mean == pytest.approx(cut_seen.mean, rel=0.05)
+    assert cut.deviation == pytest.approx(cut_seen.deviation, rel=0.12, abs=1)
+    assert cut.longest == limit
+
+
+def median_of(rows: Lengths) -> int:
+    (length,) = rows.quantiles([0.5])
+    return length
+
+
+@pytest.mark.parametrize("text", ["300:1100", "4000:100000"])
+@pytest.mark.parametrize("share", [0.05, 0.8])
+def test_assumed_rows_that_are_cut_keep_what_is_short(text: str, share: float) -> None:
     rows = lengths.parse(text)
-    seen = rows.quantiles((n + 0.5) / 4000 for n in range(4000))
     limit = int(share * rows.longest)
     cut = rows.cut(limit)
-    real = count_lengths(seen).cut(limit)
-    # what an assumed tail has beyond its maximum is shared out over all
-    assert cut.mean == pytest.approx(real.mean, rel=0.05)
-    assert cut.deviation == pytest.approx(real.deviation, rel=0.12, abs=1)
-    assert cut.longest == limit
-    assert cut.quantiles([0.5]) == [min(limit, *rows.quantiles([0.5]))]
-    assert cut.cut(limit // 2).mean == pytest.approx(rows.cut(limit // 2).mean)
-    assert rows.cut(rows.longest - 1).mean == pytest.approx(rows.mean, rel=0.01)
+    assert median_of(cut) == min(limit, median_of(rows))
+    cut_again = cut.cut(limit // 2)
+    assert cut_again.mean == pytest.approx(rows.cut(limit // 2).mean)
+    hardly_cut = rows.cut(rows.longest - 1)
+    assert hardly_cut.mean == pytest.approx(rows.mean, rel=0.01)
+
+
+DATA_FILE = "data-00000-of-00001.arrow"
 
 
 def write_dataset(folder: Path, columns: dict[str, list[list[int]]]) -> None:
     arrow = pytest.importorskip("pyarrow")
     table = arrow.table(columns)
-    with arrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as out:
-        out.write_table(table, max_chunksize=3)
+    path = folder / DATA_FILE
+    with arrow.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table, max_chunksize=3)
 
 
 def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     write_dataset(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+    state = {"_data_files": [{"filename": DATA_FILE}]}
     (tmp_path / "state.json").write_text(json.dumps(state))
     pairs = lengths.of_dataset(tmp_path, pairs=True)
     assert pairs.rows == 1

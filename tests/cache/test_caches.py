@@ -90,7 +90,13 @@ def derive(
     text: str, *overrides: str, packages: Mapping[str, str] = PACKAGES, lenient: bool = False
 ) -> dict[str, Cache]:
     """The cache folders of a stage, by kind."""
-    caches = keys.derive(plan_stage(text, *overrides), packages, lenient=lenient)
+    return derive_by_kind(plan_stage(text, *overrides), packages, lenient=lenient)
+
+
+def derive_by_kind(
+    plan: Plan, packages: Mapping[str, str] = PACKAGES, lenient: bool = False
+) -> dict[str, Cache]:
+    caches = keys.derive(plan, packages, lenient=lenient)
     return {cache.kind: cache for cache in caches}
 
 
@@ -192,11 +198,14 @@ def test_upstreams_own_code_counts_by_content(project: Path, file: str, kinds: s
     stage = from_text(project, DPO)
     # as without a checkout: the snapshot knows the files of the pin
     stage = replace(stage, upstream=replace(stage.upstream, packages={}))
-    schema = replace(stage.schema, digests={**stage.schema.digests, file: "edited"})
-    edited = planned(replace(stage, schema=schema))
-    before = {cache.path for cache in keys.derive(planned(stage), PACKAGES)}
-    changed = [cache for cache in keys.derive(edited, PACKAGES) if cache.path not in before]
-    assert {cache.kind for cache in changed} == kinds
+    digests = {**stage.schema.digests, file: "edited"}
+    edited = replace(stage, schema=replace(stage.schema, digests=digests))
+
+    before = derive_by_kind(planned(stage))
+    after = derive_by_kind(planned(edited))
+
+    changed = {kind for kind in before if after[kind].path != before[kind].path}
+    assert changed == kinds
 
 
 def test_what_makes_another_reference_model_changes_its_folder(project: Path, write: Write) -> None:
@@ -213,14 +222,18 @@ def test_what_makes_another_reference_model_changes_its_folder(project: Path, wr
 def test_a_folder_of_the_user_holds_those_of_launch(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = derive(SFT, "dataset_local_cache_dir=cache")["dataset"]
-    assert cache.path.parent == project / "cache"
-    assert cache.arguments == {"dataset_local_cache_dir": str(cache.path)}
-    assert derive(SFT)["dataset"].path.parent == tmp_path / "cache" / "launch"
+    named = derive(SFT, "dataset_local_cache_dir=cache")["dataset"]
+    assert named.path.parent == project / "cache"
+    assert named.arguments == {"dataset_local_cache_dir": str(named.path)}
+    usual = derive(SFT)["dataset"]
+    assert usual.path.parent == tmp_path / "cache" / "launch"
+
     monkeypatch.setenv(keys.REFERENCE_VARIABLE, str(tmp_path / "ref"))
-    assert derive(DPO)["reference"].path.parent == tmp_path / "ref"
+    reference = derive(DPO)["reference"]
+    assert reference.path.parent == tmp_path / "ref"
     monkeypatch.setenv(keys.DATASETS_VARIABLE, str(tmp_path / "hf"))
-    assert derive(TRL_SFT)["dataset"].path.parent == tmp_path / "hf"
+    dataset = derive(TRL_SFT)["dataset"]
+    assert dataset.path.parent == tmp_path / "hf"
 
 
 def test_the_command_gets_them_as_upstreams_own_options(project: Path) -> None:

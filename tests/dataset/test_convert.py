@@ -1,14 +1,13 @@
 """`launch data convert`: rows of each known form become rows that both trainers take."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
+from conftest import Write
+from real_process import ask_process
 from row_files import BAD, GOOD, QUESTION, Row, array, assistant, chat, lines, parquet, table, user
 
 from launcher.cli.main import main
@@ -60,8 +59,8 @@ def dpo(name: str, row: Row, **options: str) -> Form:
     return Form(name, "dpo", row, {"chosen": chat(), "rejected": chat(0, BAD)}, **options)
 
 
-def human(text: str = ASKED) -> Turn:
-    return {"from": "human", "value": text}
+def human() -> Turn:
+    return {"from": "human", "value": ASKED}
 
 
 def gpt(text: str = ANSWER) -> Turn:
@@ -185,16 +184,23 @@ def open_instruct_arguments(stage: str) -> dict[str, Any]:
 
 def row_findings(stage: str, backend: str, args: dict[str, Any], capsys: Text) -> list[Row]:
     """What `validate-config` says about the rows of a stage, but for its notes."""
-    args = {"model_name_or_path": "org/model", "output_dir": "output", **args}
-    content = {"stage": stage, "backend": backend, "deepspeed": "none", "args": args}
+    content = {
+        "stage": stage,
+        "backend": backend,
+        "deepspeed": "none",
+        "args": {"model_name_or_path": "org/model", "output_dir": "output", **args},
+    }
     Path("stage.yaml").write_text(json.dumps(content))
     capsys.readouterr()
 
     main(["validate-config", "stage.yaml", "--format", "json"])
 
     findings = json.loads(capsys.readouterr().out)["findings"]
-    about_rows = [finding for finding in findings if finding["code"] in ABOUT_ROWS]
-    return [finding for finding in about_rows if finding["severity"] != "note"]
+    about_rows = []
+    for finding in findings:
+        if finding["code"] in ABOUT_ROWS and finding["severity"] != "note":
+            about_rows.append(finding)
+    return about_rows
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.stage}-{form.name}")
@@ -218,19 +224,10 @@ def test_the_trainer_takes_the_converted_rows(write: Write, demo_assets: Path) -
     requests = []
     for number, form in enumerate(different.values()):
         write(f"{number}/train.jsonl", lines([form.converted] * ROWS))
-        requests.append(json.dumps({"stage": form.stage, "data": str(number), "args": {}}))
+        requests.append({"stage": form.stage, "data": str(number), "args": {}})
 
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "real_rows.py"), str(demo_assets / "model")],
-        input="\n".join(requests),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    answers = ask_process("real_rows.py", str(demo_assets / "model"), requests=requests)
 
-    if done.returncode == 3:
-        pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
     for form, answer in zip(different.values(), answers, strict=True):
         assert answer["error"] is None, form.name
         assert len(answer["rows"]) == ROWS, form.name

@@ -28,11 +28,10 @@ def rows_beyond(*paths: Path) -> list[Row]:
 
 
 def test_the_first_row_of_each_kind_is_shown_with_its_line(write: Write) -> None:
-    surveyed = survey.look([write("a.jsonl", lines(ROWS))])
-    lines_and_rows = []
-    for exemplar in exemplars.beyond(surveyed, SEEN_FIRST):
-        lines_and_rows.append((exemplar.place.number, exemplar.row))
-    assert lines_and_rows == [(6, SYSTEM), (8, EMPTY)]
+    path = write("a.jsonl", lines(ROWS))
+    first, second = exemplars.beyond(survey.look([path]), SEEN_FIRST)
+    assert (first.place.number, first.row) == (6, SYSTEM)
+    assert (second.place.number, second.row) == (8, EMPTY)
 
 
 @pytest.mark.parametrize("indent", [None, 1], ids=["one line", "several lines a row"])

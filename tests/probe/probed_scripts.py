@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
-
-Event = dict[str, Any]
+from recorded_events import Event, read_events
 
 PROBE = REPOSITORY / "launcher" / "probe" / "run.py"
 
@@ -215,9 +214,7 @@ class Training:
         )  # fmt: skip
 
     def events(self, name: str | None = None, rank: int = 0) -> list[Event]:
-        lines = (self.out / f"rank-{rank}.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        return [event for event in events if name in (None, event["event"])]
+        return read_events(self.out, name, rank)
 
     def values(self, name: str, key: str) -> list[Any]:
         """One field of all events of a kind."""

@@ -56,10 +56,16 @@ def test_what_is_not_proved_within_the_first_steps_stops_the_run(training: Train
     assert done.stderr.strip() == message
 
     (violation,) = training.events("violation")
-    states = {"point": "liger", "expected": "engaged", "seen": "not_engaged"}
-    place = {"step": 3, "rank": 0, "stopped": True}
-    assert violation.items() >= {**states, **place}.items()
-    assert violation["last"] == {"step": 3, "loss": 2.5, "grad_norm": None}
+    expected = {
+        "point": "liger",
+        "expected": "engaged",
+        "seen": "not_engaged",
+        "step": 3,
+        "rank": 0,
+        "stopped": True,
+        "last": {"step": 3, "loss": 2.5, "grad_norm": None},
+    }
+    assert violation.items() >= expected.items()
     assert training.values("step", "step") == [1, 2, 3]
     end = training.events()[-1]
     assert (end["event"], end["exit"]) == ("end", VIOLATION)
@@ -165,8 +171,9 @@ print(PreTrainedModel().save_pretrained('out'))
 
 
 def test_the_last_step_is_judged_before_it_is_saved(training: Training) -> None:
-    train = script(loss="float('nan') if step == 5 else 1.0").replace('print("trained")', SAVE)
-    done = training.run(train, on_violation="stop")
+    train = script(loss="float('nan') if step == 5 else 1.0")
+    train_and_save = train.replace('print("trained")', SAVE)
+    done = training.run(train_and_save, on_violation="stop")
     assert (done.returncode, done.stdout) == (VIOLATION, "")
     assert training.events("saved") == []
 
@@ -223,7 +230,8 @@ def run_dpo(training: Training, first_loss: str, before: str = "") -> int:
     """Train DPO with this first loss; returns the exit code."""
     fake = "def build_reference_logprobs_cache(**_): pass\n"
     training.write_package("open_instruct/dpo_utils.py", fake)
-    train = script(loss=f"{first_loss} if step == 1 else 0.5").replace("for", f"{before}\nfor", 1)
+    train = script(loss=f"{first_loss} if step == 1 else 0.5")
+    train = train.replace("for", f"{before}\nfor", 1)
     done = training.run(BUILD_REFERENCE + train, first_loss=0.693147, on_violation="stop")
     return done.returncode
 
@@ -468,7 +476,8 @@ def test_one_rank_ends_all(training: Training) -> None:
 
     violations = []
     for rank in (0, 1):
-        assert not is_alive(int((training.folder / f"pid-{rank}").read_text()))
+        pid = int((training.folder / f"pid-{rank}").read_text())
+        assert not is_alive(pid)
         for violation in training.events("violation", rank):
             violations.append((violation["rank"], violation["point"], violation["step"]))
         # both were asked whether samples are kept apart, at the same pass

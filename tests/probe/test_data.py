@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded_events import Event, read_events
 
 from launcher.probe.watching.data import Data, is_repeated
 from launcher.probe.watching.packing import UNLABELLED
@@ -18,8 +19,23 @@ from launcher.probe.watching.steps import Tally
 BOS = 1
 END = 2
 PAD = 0
-Row = tuple[list[int], int]
-"""Tokens, and the number of those at their start that have no label."""
+PROMPT = [BOS, *range(10, 20)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens without labels, and tokens with labels behind them."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.answer
+
+    @property
+    def labels(self) -> list[int]:
+        return [UNLABELLED] * len(self.prompt) + self.answer
 
 
 def tensor(values: object) -> Any:
@@ -33,26 +49,34 @@ def data_of(folder: Path, **settings: Any) -> Data:
     return data
 
 
-def events_in(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / "rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
-
-
 def padded_batch(rows: list[Row]) -> Any:
-    width = max(len(tokens) for tokens, _ in rows)
+    width = max(len(row.tokens) for row in rows)
     ids = []
     labels = []
     mask = []
-    for tokens, prompt in rows:
-        rest = width - len(tokens)
-        ids.append(tokens + [PAD] * rest)
-        labels.append([UNLABELLED] * prompt + tokens[prompt:] + [UNLABELLED] * rest)
-        mask.append([1] * len(tokens) + [0] * rest)
-    kwargs = {"labels": tensor(labels), "attention_mask": tensor(mask)}
-    return token_batch(tensor(ids), kwargs)
+    for row in rows:
+        length = len(row.tokens)
+        padding = width - length
+        ids.append(row.tokens + [PAD] * padding)
+        labels.append(row.labels + [UNLABELLED] * padding)
+        mask.append([1] * length + [0] * padding)
+    return token_batch(tensor(ids), {"labels": tensor(labels), "attention_mask": tensor(mask)})
 
 
-def counted(folder: Path, rows: list[Row], **settings: Any) -> dict[str, Any]:
+def packed_batch(rows: list[Row]) -> Any:
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for row in rows:
+        ids += row.tokens
+        labels += row.labels
+        positions += range(len(row.tokens))
+    return token_batch(
+        tensor([ids]), {"labels": tensor([labels]), "position_ids": tensor([positions])}
+    )
+
+
+def counted(folder: Path, rows: list[Row], **settings: Any) -> Event:
     """What is reported of one micro-batch of these rows."""
     data = data_of(folder, **settings)
     tally = Tally()
@@ -62,23 +86,24 @@ def counted(folder: Path, rows: list[Row], **settings: Any) -> dict[str, Any]:
         sums[name] = [float(value) for value in values]
     data.add_sums(sums)
     data.report()
-    (event,) = events_in(folder, "data")
+    (event,) = read_events(folder, "data")
     return event
 
 
-PROMPT = [BOS, *range(10, 20)]
+ENDED = Row(PROMPT, [30, 31, END])
+ENDLESS = Row(PROMPT, [30, 31, 32])
+BEGUN_TWICE = Row([BOS, BOS, 10], [30, END])
+# an end that has no label is none that is trained
+END_IN_PROMPT = Row([*PROMPT, END], [30])
 
 
 @pytest.mark.parametrize(
     ("rows", "count"),
     [
-        ([([*PROMPT, 30, 31, END], 11)] * 4, {"ended": 4}),
-        ([([*PROMPT, 30, 31], 11)] * 4, {"endless": 4}),
-        # an end that has no label is none that is trained
-        (
-            [([*PROMPT, 30, 31], 11), ([BOS, BOS, 10, 30, END], 3)],
-            {"endless": 1, "begun_twice": 1, "ended": 1},
-        ),
+        ([ENDED] * 4, {"ended": 4}),
+        ([ENDLESS] * 4, {"endless": 4}),
+        ([END_IN_PROMPT], {"endless": 1}),
+        ([ENDLESS, BEGUN_TWICE], {"endless": 1, "begun_twice": 1, "ended": 1}),
     ],
 )
 def test_rows_are_read_one_by_one(tmp_path: Path, rows: list[Row], count: dict[str, int]) -> None:
@@ -86,33 +111,32 @@ def test_rows_are_read_one_by_one(tmp_path: Path, rows: list[Row], count: dict[s
 
 
 def test_rows_of_the_maximal_length_are_cut_where_they_do_not_end(tmp_path: Path) -> None:
-    cut = ([*PROMPT, 30, 31, 32], 11)
-    whole = ([*PROMPT, 30, 31, END], 11)
-    short = ([*PROMPT, END], 11)
-    event = counted(tmp_path, [cut, whole, short], max_length=14)
+    short = Row(PROMPT, [END])
+    event = counted(tmp_path, [ENDLESS, ENDED, short], max_length=14)
     assert event["first"] == {"rows": 3, "ended": 2, "cut": 1}
     assert (event["full_rows"], event["rows"]) == (2, 3)
 
 
 def test_micro_batches_without_a_label_are_counted(tmp_path: Path) -> None:
-    assert counted(tmp_path, [(PROMPT, 11)] * 2)["unlabelled"] == 1
+    assert counted(tmp_path, [Row(PROMPT, [])] * 2)["unlabelled"] == 1
 
 
 def test_pairs_that_are_equal_or_empty_or_hold_their_prompt_twice(tmp_path: Path) -> None:
-    pairs = {
-        "good": ([*PROMPT, 30, END], [*PROMPT, 31, END]),
-        "equal": ([*PROMPT, 40, END], [*PROMPT, 40, END]),
-        "empty": ([*PROMPT, 50, END], [*PROMPT, END]),
-        "twice": ([*PROMPT, *PROMPT, 60, END], [*PROMPT, *PROMPT, 61, END]),
-        "bare": ([BOS, 70, END], [BOS, 71, END]),
-    }
-    chosen = [(pair[0], 11) for pair in pairs.values()]
-    rejected = [(pair[1], 11) for pair in pairs.values()]
-    # the one without a prompt
-    chosen[-1] = (pairs["bare"][0], 1)
-    rejected[-1] = (pairs["bare"][1], 1)
+    no_prompt = [BOS]
+    pairs = [
+        (Row(PROMPT, [30, END]), Row(PROMPT, [31, END])),
+        # equal
+        (Row(PROMPT, [40, END]), Row(PROMPT, [40, END])),
+        # empty
+        (Row(PROMPT, [50, END]), Row(PROMPT, [END])),
+        # with their prompt twice
+        (Row(PROMPT, [*PROMPT, 60, END]), Row(PROMPT, [*PROMPT, 61, END])),
+        (Row(no_prompt, [70, END]), Row(no_prompt, [71, END])),
+    ]
+    chosen = [pair[0] for pair in pairs]
+    rejected = [pair[1] for pair in pairs]
 
-    event = counted(tmp_path, [*chosen, *rejected], pairs=True)
+    event = counted(tmp_path, chosen + rejected, pairs=True)
 
     assert (event["pairs"], event["equal_pairs"]) == (5, 1)
     counts = {"equal": 1, "empty": 1, "prompt_twice": 1, "promptless": 1}
@@ -120,12 +144,9 @@ def test_pairs_that_are_equal_or_empty_or_hold_their_prompt_twice(tmp_path: Path
 
 
 def test_packed_samples_are_read_apart(tmp_path: Path) -> None:
-    ids = tensor([[BOS, 10, 30, END, BOS, 11, 31, 32]])
-    labels = ids.clone()
-    labels[:, [0, 1, 4, 5]] = UNLABELLED
-    places = tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    batch = packed_batch([Row([BOS, 10], [30, END]), Row([BOS, 11], [31, 32])])
     data = data_of(tmp_path)
-    data.count_batch(token_batch(ids, {"labels": labels, "position_ids": places}), Tally())
+    data.count_batch(batch, Tally())
     assert data.first.items() >= {"rows": 2, "ended": 1, "endless": 1}.items()
 
 
@@ -172,9 +193,10 @@ def test_samples_are_counted_before_and_after_the_preparation(
     data.watch_filters(types.SimpleNamespace(Dataset=sets))  # type: ignore[arg-type]
     data.watch_preparation(types.SimpleNamespace(SFTTrainer=trainer))  # type: ignore[arg-type]
     for name in ("train", "eval"):
-        trainer(packing=packing)._prepare_dataset(sets(range(40)), None, None, packing, None, name)
+        rows = sets(range(40))
+        trainer(packing=packing)._prepare_dataset(rows, None, None, packing, None, name)
 
-    (event,) = events_in(tmp_path, "data_rows")
+    (event,) = read_events(tmp_path, "data_rows")
     assert (event["given"], event["kept"], event["max_length"]) == (40, 20, 128)
     (dropped,) = event["dropped"]
     assert dropped["rows"] == 20

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import made_runs
 import pytest
 from conftest import PATIENCE_S, REPOSITORY, SUPPORT
+from gradient_case import FAULTY_STEP, Case
 
 from launcher.cli.main import main
 from launcher.probe.watching.gradients import ElementSample, tolerance
@@ -27,40 +28,7 @@ from launcher.workflows.bench.comparison import (
     compare,
 )
 
-FAULTY_STEP = 3  # gradient_ranks.FAULTY
 VIOLATION = 79
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A training of a tiny model by tests/support/gradient_ranks.py.
-
-    `sparse` checks steps 1, 2 and 4 of 5: the hooks are taken off and put on again. `unwatched`
-    are ranks without a probe, for which the others wait `patience` seconds.
-    """
-
-    engine: str
-    world: int = 2
-    half: bool = True
-    accumulation: int = 1
-    clip: float = 0.0
-    fault: str | None = None
-    sparse: bool = False
-    offload: bool = False
-    tied: bool = False
-    frozen: bool = False
-    checkpointing: str = ""
-    summed: str = ""
-    wire: str = ""
-    unwatched: tuple[int, ...] = ()
-    patience: int = 0
-
-    def settings(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value}
-
-    def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in self.settings().items())
-
 
 DDP = Case(engine="ddp", half=False)
 FSDP2 = Case(engine="fsdp2")
@@ -111,20 +79,32 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Training]:
     for package in ("deepspeed", "transformers", "accelerate"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("gradients")
-    cases = [json.dumps(case.settings()) for case in CASES]
-    with (folder / "log").open("w") as log:
-        subprocess.run(
-            [sys.executable, str(SUPPORT / "gradient_ranks.py"), str(folder), *cases],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(SUPPORT), str(REPOSITORY)))},
-            stdout=log, stderr=log, cwd=folder, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
-    exits = folder / "exits.json"
-    assert exits.exists(), (folder / "log").read_text(errors="replace")[-2000:]
-
+    run_cases(folder, CASES)
+    exits = json.loads((folder / "exits.json").read_text())
     trained = {}
-    for number, codes in enumerate(json.loads(exits.read_text())):
-        trained[CASES[number]] = Training(read_case(folder / str(number)), codes)
+    for number, case in enumerate(CASES):
+        evidence = read_case(folder / str(number))
+        trained[case] = Training(evidence, exits[number])
     return trained
+
+
+def run_cases(folder: Path, cases: list[Case]) -> None:
+    """Each leaves a folder with its number; the exit codes of all are in exits.json."""
+    settings = [json.dumps(case.as_json()) for case in cases]
+    path = os.pathsep.join((str(SUPPORT), str(REPOSITORY)))
+    log = folder / "log"
+    with log.open("w") as stream:
+        subprocess.run(
+            [sys.executable, str(SUPPORT / "gradient_ranks.py"), str(folder), *settings],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=stream,
+            stderr=stream,
+            cwd=folder,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    has_finished = (folder / "exits.json").exists()
+    assert has_finished, log.read_text(errors="replace")[-2000:]
 
 
 def read_case(folder: Path) -> Evidence:
@@ -220,12 +200,15 @@ def test_every_part_of_a_parameter_has_its_own_samples(row: int) -> None:
     for seed in range(20):
         sample.draw(seed)
         begin = sample.offsets[row]
-        places = range(begin, begin + sample.counts[row] * sample.strides[row], sample.strides[row])
-        assert places[0] >= 0 and places[-1] < size
+        stride = sample.strides[row]
+        places = range(begin, begin + sample.counts[row] * stride, stride)
+        assert places[0] >= 0
+        assert places[-1] < size
         for start in range(0, size, part):
             end = min(size, start + part)
             inside = [number for number, place in enumerate(places) if start <= place < end]
-            assert list(range(*sample.within(row, start, end))) == inside
+            first, after_last = sample.within(row, start, end)
+            assert list(range(first, after_last)) == inside
 
 
 @pytest.mark.parametrize(("world", "accumulated"), [(1, 1), (2, 4), (8, 1), (8, 16), (64, 2)])
@@ -309,13 +292,14 @@ NOISE = [201, 133, 27243, 7755801, 18072, 5252, 9e3, 2e4, 3e3, 4e3]
 def point_of_norms(folder: Path, losses: list[float], norms: list[float], want: str = "") -> Point:
     """The point of a log with these losses and gradient norms."""
     lines = []
-    for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        values = f"'loss': {loss}, 'grad_norm': {norm}, 'learning_rate': 1e-05"
-        lines.append(f"{{{values}, 'epoch': {number / 10:.2f}}}\n")
+    for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        step = {"loss": loss, "grad_norm": norm, "learning_rate": 1e-05, "epoch": number / 10}
+        lines.append(f"{step}\n")
     path = folder / "train.log"
     path.write_text("".join(lines))
     expected = {"gradients": want} if want else {}
-    return judge_evidence("sft", expected, read_log(path)).point("gradients")
+    verdict = judge_evidence("sft", expected, read_log(path))
+    return verdict.point("gradients")
 
 
 @pytest.mark.parametrize(
@@ -431,11 +415,14 @@ def test_first_gradient_norms_are_compared(
 def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     reason = "gradients are corrupt: w"
     bad = trial("a", LEARNS[:2], gradients="corrupt", cause="contract", reason=reason)
-    first, second = compare([bad, trial("b", LEARNS, speed=150)])
-    assert first.standing == "flawed" and reason in first.why
-    assert second.standing == "unknown" and "nothing is compared" in second.why
+    good = trial("b", LEARNS, speed=150)
+    first, second = compare([bad, good])
+    assert first.standing == "flawed"
+    assert reason in first.why
+    assert second.standing == "unknown"
+    assert "nothing is compared" in second.why
 
-    (finding,) = baseline_fault([bad, trial("b", LEARNS)])
+    (finding,) = baseline_fault([bad, good])
     assert (finding.severity, finding.code) == ("error", "corrupt-baseline")
     assert baseline_fault([BASE]) == ()
 

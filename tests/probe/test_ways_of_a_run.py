@@ -114,8 +114,8 @@ def test_steps_are_counted_from_the_checkpoint(
 
     assert (done.returncode, done.stderr) == (0, "")
     assert training.values("step", "step") == [base + 1, base + 2]
-    assert training.values("resumed", "path") == ([path] if path else [])
-    assert training.values("resumed", "step") == ([base] if path else [])
+    resumed = [(event["path"], event["step"]) for event in training.events("resumed")]
+    assert resumed == ([(path, base)] if path else [])
     assert training.notes() == []
 
 

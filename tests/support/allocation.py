@@ -6,9 +6,10 @@ is stood in for by functions that allocate and keep what the real ones do.
 """
 
 import contextlib
+import math
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils, modeling_utils
 
 FLOAT, HALF = torch.float32, torch.bfloat16
+Batch = dict[str, torch.Tensor]
+Change = tuple[Any, str, Any]
+"""An object, its attribute, and what replaces it."""
 DEVICE = torch.ops.prim.device.default
 
 
@@ -30,26 +34,35 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self.known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
             # asked several times for every operator of a backward pass
-            return func(*args) if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+            tensor = args[0]
+            if tensor.fake_mode.in_kernel_invocation:
+                return func(tensor)
+            return tensor.fake_device
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
         return out
 
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these as nothing: they were there before."""
+        for tensor in tensors:
+            self.sizes[tensor.untyped_storage()] = 0
+
     def see(self, tensor: torch.Tensor) -> None:
-        if (getattr(tensor, "fake_device", None) or tensor.device).type == "meta":
+        device = getattr(tensor, "fake_device", None) or tensor.device
+        if device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        if storage in self.known:
+        if storage in self.sizes:
             return
         size = storage.nbytes()
-        self.known[storage] = size
+        self.sizes[storage] = size
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._freed, size)
@@ -75,7 +88,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         q, k, v, _, lse, _ = ctx.saved_tensors
-        dq, dk, dv = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
+        dq = torch.empty(q.shape, dtype=q.dtype)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         accumulator = torch.empty(q.shape, dtype=FLOAT)
         delta = torch.empty(lse.shape, dtype=FLOAT)
         if k.shape != q.shape:
@@ -91,14 +106,15 @@ def _flash_attention(
 ) -> Any:
     """transformers' flash path: (batch, heads, length, dim) in, (batch, length, heads, dim) out."""
     # fp32 states (autocast, adapters in fp32) are cast for the kernel
-    query, key, value = (t.to(HALF).transpose(1, 2) for t in (query, key, value))
+    states = [state.to(HALF).transpose(1, 2) for state in (query, key, value)]
     if mask is None:
-        return _Flash.apply(query, key, value), None
-    batch, length, heads, dim = query.shape
+        return _Flash.apply(*states), None
+    batch, length, heads, dim = states[0].shape
+    tokens = batch * length
     rows = mask.flatten()[: REAL_TOKENS[0]].to(torch.int64)
-    flat = [t.reshape(batch * length, -1, dim)[rows] for t in (query, key, value)]
-    out = _Flash.apply(*flat)
-    padded = torch.zeros((batch * length, heads, dim), dtype=out.dtype)
+    unpadded = [state.reshape(tokens, -1, dim)[rows] for state in states]
+    out = _Flash.apply(*unpadded)
+    padded = torch.zeros((tokens, heads, dim), dtype=out.dtype)
     padded[rows] = out
     return padded.view(batch, length, heads, dim), None
 
@@ -106,17 +122,20 @@ def _flash_attention(
 def _sdpa_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
     """torch's own attention: flash kernels without a mask, memory-efficient ones with a mask."""
     bias = None
-    query, key, value = (t.to(HALF) for t in (query, key, value))
+    query = query.to(HALF)
+    key = key.to(HALF)
+    value = value.to(HALF)
     if mask is not None:
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             repeat = transformers.integrations.sdpa_attention.repeat_kv
-            key, value = repeat(key, groups), repeat(value, groups)
+            key = repeat(key, groups)
+            value = repeat(value, groups)
         # a boolean mask becomes an additive one in every layer, padded to a multiple of 8
-        shape = (*mask.shape[:-1], -(-mask.shape[-1] // 8) * 8)
-        bias = torch.empty(shape, dtype=query.dtype)
-    out = _Flash.apply(*(t.transpose(1, 2) for t in (query, key, value)), bias)
-    return out, None
+        padded_length = math.ceil(mask.shape[-1] / 8) * 8
+        bias = torch.empty((*mask.shape[:-1], padded_length), dtype=HALF)
+    states = [state.transpose(1, 2) for state in (query, key, value)]
+    return _Flash.apply(*states, bias), None
 
 
 REAL_TOKENS = [0]
@@ -190,8 +209,9 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
         tokens, width = hidden.shape
-        factor = -(-weight.shape[0] // width)
-        chunk = 1 << (-(-tokens // factor) - 1).bit_length()
+        factor = math.ceil(weight.shape[0] / width)
+        # the next power of two
+        chunk = 1 << (math.ceil(tokens / factor) - 1).bit_length()
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
         for start in range(0, tokens, chunk):
@@ -209,29 +229,27 @@ class _FusedLoss(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+def _replaced(*changes: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(mock.patch.object(*change))
         yield
 
 
-def _liger(model: Any) -> list[tuple[Any, str, Any]]:
+def _liger(model: Any) -> list[Change]:
     source = __import__(type(model).__module__, fromlist=["x"])
-    changes: list[tuple[Any, str, Any]] = []
+    changes: list[Change] = []
     for name, value in list(vars(source).items()):
         if name.endswith("RMSNorm"):
             changes.append((value, "forward", lambda self, x: _Norm.apply(x, self.weight)))
         if name.endswith("MLP"):
             changes.append((value, "forward", _swiglu))
-    changes.append(
-        (
-            source,
-            "apply_rotary_pos_emb",
-            lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin),
-        )
-    )
+    changes.append((source, "apply_rotary_pos_emb", _rotate))
     return changes
+
+
+def _rotate(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> Any:
+    return _Rope.apply(q, k, cos, sin)
 
 
 def _swiglu(self: Any, x: Any) -> Any:
@@ -241,10 +259,11 @@ def _swiglu(self: Any, x: Any) -> Any:
 def config_of(name: str, layers: int | None = None) -> Any:
     from launcher.artifacts import architecture
 
-    given = dict(architecture.table()[name.lower()])
+    values = dict(architecture.table()[name.lower()])
     if layers is not None:
-        given["num_hidden_layers"] = layers
-    config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+        values["num_hidden_layers"] = layers
+    model_type = values.pop("model_type")
+    config = transformers.AutoConfig.for_model(model_type, **values)
     config.pad_token_id = None
     return config
 
@@ -252,39 +271,58 @@ def config_of(name: str, layers: int | None = None) -> Any:
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def build(
-    config: Any, *, lora: int | None = None, dtype: Any = HALF, adapter: Any = HALF,
-    targets: Sequence[str] = LINEARS, dropout: float = 0.1,
-) -> Any:  # fmt: skip
-    """A model without data; call inside `FakeTensorMode`."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if lora:
-        import peft
+def _with_adapters(
+    model: Any, rank: int, dtype: Any, targets: Sequence[str], dropout: float
+) -> Any:
+    import peft
 
-        settings = peft.LoraConfig(
-            r=lora,
-            lora_alpha=16,
-            lora_dropout=dropout,
-            target_modules=list(targets),
-            task_type="CAUSAL_LM",
-        )
-        # parameters without data cannot be moved
-        with _replaced((torch.nn.Module, "to", lambda self, *_, **__: self)):
-            model = peft.get_peft_model(model, settings)
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.requires_grad:
-                    module._parameters[name] = torch.nn.Parameter(parameter.detach().to(adapter))
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=16,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+    )
+    # parameters without data cannot be moved
+    with _replaced((torch.nn.Module, "to", lambda self, *_, **__: self)):
+        model = peft.get_peft_model(model, settings)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.requires_grad:
+                _convert_parameter(module, name, dtype)
     return model
 
 
-def sft_loss(model: Any, batch: dict[str, Any], *, fused: bool = False) -> Any:
+def _convert_parameter(module: Any, name: str, dtype: Any) -> None:
+    values = module._parameters[name].detach().to(dtype)
+    module._parameters[name] = torch.nn.Parameter(values)
+
+
+def _without_adapters(model: Any) -> Any:
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
+
+
+def _hidden_states(model: Any, batch: Batch) -> Any:
+    """Those of the last layer, before the output layer."""
+    return model.model(**_without_labels(batch), use_cache=False)[0]
+
+
+def _without_labels(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def sft_loss(model: Any, batch: Batch) -> Any:
     """As finetune.py calls it; the outputs are dropped before the backward pass."""
-    if not fused:
-        return model(**batch, use_cache=False).loss
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hidden = inner.model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False)[0]
-    return _FusedLoss.apply(hidden.view(-1, hidden.shape[-1]), inner.lm_head.weight)
+    return model(**batch, use_cache=False).loss
+
+
+def fused_loss(model: Any, batch: Batch) -> Any:
+    """As finetune.py calls it where Liger has replaced the loss."""
+    base = _without_adapters(model)
+    hidden = _hidden_states(base, batch)
+    return _FusedLoss.apply(hidden.view(-1, hidden.shape[-1]), base.lm_head.weight)
 
 
 def _logps(logits: Any, labels: Any) -> Any:
@@ -313,32 +351,30 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         hidden, weight = ctx.saved_tensors
         d_hidden = torch.zeros(hidden.shape, dtype=FLOAT)
-        d_weight = torch.zeros(weight.shape, dtype=FLOAT) if ctx.needs_input_grad[1] else None
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros(weight.shape, dtype=FLOAT)
         tile = torch.empty((min(len(hidden), 4096), 32768), dtype=HALF)
         assert tile.is_contiguous()
         part = hidden[:4096].to(HALF)
         words = weight[:32768].to(HALF)
         del part, words
-        return (
-            d_hidden.to(hidden.dtype),
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None,
-        )
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden.to(hidden.dtype), d_weight, None
 
 
-def tiled_loss(model: Any, batch: dict[str, Any]) -> Any:
+def tiled_loss(model: Any, batch: Batch) -> Any:
     """As trl's trainers call it: positions without labels are left out (here there are none)."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    hidden = inner.model(**inputs, use_cache=False)[0][:, :-1]
+    base = _without_adapters(model)
+    hidden = _hidden_states(base, batch)[:, :-1]
     chosen = hidden.reshape(-1, hidden.shape[-1]).clone()
-    return _Tiled.apply(chosen, inner.lm_head.weight, 0).sum()
+    return _Tiled.apply(chosen, base.lm_head.weight, 0).sum()
 
 
-def dpo_loss(model: Any, batch: dict[str, Any]) -> Any:
+def dpo_loss(model: Any, batch: Batch) -> Any:
     """The concatenated forward pass of the pinned scripts: the logits live until it is left."""
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    logits = model(**inputs).logits
+    logits = model(**_without_labels(batch)).logits
     return _logps(logits, batch["labels"]).sum()
 
 
@@ -388,13 +424,12 @@ def measure_olmo_core(
         for module in model.modules():
             for own, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    module._parameters[own] = torch.nn.Parameter(parameter.detach().to(HALF))
-                    module._parameters[own].register_post_accumulate_grad_hook(_drop)
+                    _convert_parameter(module, own, HALF)
+        _drop_gradients(model)
         ids = torch.zeros((rows, length), dtype=torch.int64)
         with Tracker() as tracker:
-            for tensor in [*model.parameters(), *model.buffers(), ids]:
-                tracker.known[tensor.untyped_storage()] = 0
-            with torch.no_grad() if no_grad else contextlib.nullcontext():
+            tracker.ignore([*model.parameters(), *model.buffers(), ids])
+            with torch.set_grad_enabled(not no_grad):
                 value = model(ids, labels=torch.zeros_like(ids)).sum()
             if not no_grad:
                 value.backward()
@@ -417,16 +452,18 @@ def measure_fsdp(
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    tracker, away = Tracker(), {}
+    tracker = Tracker()
+    freed = {}
 
     def free(tensor: Any) -> None:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and id(storage) not in away:
-            away[id(storage)] = storage
+        if storage.nbytes() and id(storage) not in freed:
+            freed[id(storage)] = storage
             tracker.now -= storage.nbytes()
 
-    def back(tensor: Any) -> None:
-        if (storage := away.pop(id(tensor.untyped_storage()), None)) is not None:
+    def allocate_again(tensor: Any) -> None:
+        storage = freed.pop(id(tensor.untyped_storage()), None)
+        if storage is not None:
             tracker.now += storage.nbytes()
             tracker.peak = max(tracker.peak, tracker.now)
 
@@ -445,12 +482,12 @@ def measure_fsdp(
             ids = torch.zeros((rows, length), dtype=torch.int64)
             changes = (
                 (_fsdp_param, "free_storage", free),
-                (_fsdp_param, "alloc_storage", back),
-                (_fsdp_param_group, "alloc_storage", back),
+                (_fsdp_param, "alloc_storage", allocate_again),
+                (_fsdp_param_group, "alloc_storage", allocate_again),
             )
+            shards = [parameter._local_tensor for parameter in model.parameters()]
             with _replaced(*changes), tracker:
-                for tensor in [*(p._local_tensor for p in model.parameters()), ids]:
-                    tracker.known[tensor.untyped_storage()] = 0
+                tracker.ignore([*shards, ids])
                 model(ids, labels=torch.zeros_like(ids)).sum().backward()
         return tracker.peak
     finally:
@@ -471,12 +508,12 @@ def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
     block(x)
     rope = block.attention.rope.get_buffers(length, x.device)
     own = [*block.parameters(), rope.pos_sin, rope.pos_cos]
-    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+    own_storages = {tensor.untyped_storage().data_ptr() for tensor in own}
     kept: dict[int, int] = {}
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in own_storages:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -490,13 +527,26 @@ def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
 
 
 def measure(
-    config: Any, *, rows: int, length: int, real: int | None = None, stage: str = "sft",
-    attention: str = "flash", liger: bool = False, checkpointing: bool = False,
-    lora: int | None = None, packing: bool = False, no_grad: bool = False,
-    autocast: bool = False, dtype: Any = HALF, adapter: Any = HALF,
-    targets: Sequence[str] = LINEARS, dropout: float = 0.1,
-    loss: Callable[..., Any] | None = None, quantised: bool = False,
-) -> int:  # fmt: skip
+    config: Any,
+    *,
+    rows: int,
+    length: int,
+    real: int | None = None,
+    stage: str = "sft",
+    attention: str = "flash",
+    liger: bool = False,
+    checkpointing: bool = False,
+    lora: int | None = None,
+    packing: bool = False,
+    no_grad: bool = False,
+    autocast: bool = False,
+    dtype: Any = HALF,
+    adapter: Any = HALF,
+    targets: Sequence[str] = LINEARS,
+    dropout: float = 0.1,
+    loss: Callable[[Any, Batch], Any] | None = None,
+    quantised: bool = False,
+) -> int:
     """The peak in bytes of a forward and backward pass, beside weights and gradients.
 
     Over `rows` x `length` tokens; `real` of them are no padding. Gradients of weights are dropped
@@ -504,58 +554,94 @@ def measure(
     """
     padded = real is not None and real < rows * length
     REAL_TOKENS[0] = real or rows * length
-    flash = attention == "flash"
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(
-        "traced", _flash_attention if flash else _sdpa_attention
-    )
-    kernel_mask = (
-        (lambda **kw: kw["attention_mask"] if padded else None)
-        if flash
-        else masking_utils.sdpa_mask
-    )
-    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("traced", kernel_mask)
+    _register_attention(attention, padded=padded)
     config = type(config).from_dict(config.to_dict())
     config._attn_implementation = "traced"
+    if loss is None:
+        loss = _usual_loss(stage, liger=liger)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(
-            config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base = model
+        if lora:
+            model = _with_adapters(model, lora, adapter, targets, dropout)
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable()
-        inner = model.get_base_model() if lora else model
-        changes = _liger(inner) if liger else []
-        if quantised:
-            for name, module in inner.named_modules():
-                frozen = name.endswith("base_layer") or name.split(".")[-1] in LINEARS
-                if frozen and isinstance(module, torch.nn.Linear):
-                    changes.append((module, "forward", types.MethodType(_four_bits, module)))
         # CUDA's dropout keeps a boolean mask; the CPU's would keep numbers
-        changes.append((torch.nn.functional, "dropout", _dropout))
-        changes.append((masking_utils, "_ignore_causal_mask_sdpa", _no_mask_needed(padded=padded)))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop)
-        if packing:
-            rows, length = 1, rows * length
-        ids = torch.zeros((rows, length), dtype=torch.int64)
-        batch: dict[str, Any] = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-        batch |= (
-            {"position_ids": torch.zeros_like(ids)}
-            if packing
-            else {"attention_mask": torch.ones_like(ids)}
-        )
-        run = loss or (dpo_loss if stage == "dpo" else sft_loss)
-        extra = {"fused": True} if liger and stage == "sft" and loss is None else {}
-        cast = torch.autocast("cpu", dtype=HALF) if autocast else contextlib.nullcontext()
+        changes = [
+            (torch.nn.functional, "dropout", _dropout),
+            (masking_utils, "_ignore_causal_mask_sdpa", _no_mask_needed(padded=padded)),
+        ]
+        if liger:
+            changes += _liger(base)
+        if quantised:
+            changes += _quantised(base)
+        _drop_gradients(model)
+        batch = _batch(rows, length, packing=packing)
         with _replaced(*changes), Tracker() as tracker:
-            for tensor in [*model.parameters(), *model.buffers(), *batch.values()]:
-                tracker.known[tensor.untyped_storage()] = 0
-            with torch.no_grad() if no_grad else contextlib.nullcontext(), cast:
-                value = run(model, batch, **extra)
+            tracker.ignore([*model.parameters(), *model.buffers(), *batch.values()])
+            cast = torch.autocast("cpu", dtype=HALF, enabled=autocast)
+            with torch.set_grad_enabled(not no_grad), cast:
+                value = loss(model, batch)
             if not no_grad:
                 value.backward()
             return tracker.peak
+
+
+def _usual_loss(stage: str, *, liger: bool) -> Callable[[Any, Batch], Any]:
+    if stage == "dpo":
+        return dpo_loss
+    if liger:
+        return fused_loss
+    return sft_loss
+
+
+def _register_attention(name: str, *, padded: bool) -> None:
+    attention: Any = _sdpa_attention
+    mask: Any = masking_utils.sdpa_mask
+    if name == "flash":
+        attention = _flash_attention
+        mask = _flash_mask if padded else _no_mask
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced", attention)
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("traced", mask)
+
+
+def _flash_mask(**kwargs: Any) -> Any:
+    return kwargs["attention_mask"]
+
+
+def _no_mask(**_: Any) -> None:
+    return None
+
+
+def _quantised(model: Any) -> list[Change]:
+    """The products of its frozen matrices, with weights of 4 bits."""
+    changes: list[Change] = []
+    for name, module in model.named_modules():
+        last_name = name.split(".")[-1]
+        is_frozen = last_name == "base_layer" or last_name in LINEARS
+        if is_frozen and isinstance(module, torch.nn.Linear):
+            changes.append((module, "forward", types.MethodType(_four_bits, module)))
+    return changes
+
+
+def _batch(rows: int, length: int, *, packing: bool) -> Batch:
+    if packing:
+        length *= rows
+        rows = 1
+    ids = torch.zeros((rows, length), dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    if packing:
+        batch["position_ids"] = torch.zeros_like(ids)
+    else:
+        batch["attention_mask"] = torch.ones_like(ids)
+    return batch
+
+
+def _drop_gradients(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop)
 
 
 def _no_mask_needed(*, padded: bool) -> Callable[..., bool]:

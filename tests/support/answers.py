@@ -20,6 +20,12 @@ class Answer:
         return [finding for finding in self.findings if finding["code"] == code]
 
     @property
+    def refusal(self) -> Any:
+        """The first finding of a command that failed."""
+        assert self.code != 0
+        return self.findings[0]
+
+    @property
     def codes(self) -> set[str]:
         return {finding["code"] for finding in self.findings}
 

@@ -23,6 +23,13 @@ ODD: tuple[Any, ...] = (
     ["a", "-1e-5"], [["a"]], [None], [{"a": 1}], {}, {"a": 1}, {"a": {"b": "x"}},
 )  # fmt: skip
 
+VALID: dict[str, tuple[Any, ...]] = {
+    "int": (1, 2, 128, 0, -1, "8", " 5 ", "1_000"),
+    "float": (0.1, 5e-6, 1, -1, -0.5, "1e-5", "nan", "inf"),
+    "bool": (True, False, "yes", "0", "T", "False"),
+    "str": ("x", "allenai/model", "a b", "", 5, 0.25, True, "-", "-1"),
+}
+
 # Together with the defaults these reach every branch of both __post_init__s.
 CONFLICTS: dict[str, tuple[Any, ...]] = {
     "dataset_name": (None, None, "x", ""),
@@ -54,70 +61,86 @@ def generate(schema: Schema, count: int, seed: int) -> Iterator[Arguments]:
 
 
 def _argument_set(schema: Schema, chance: random.Random) -> Arguments:
-    quiet = ("try_launch_beaker_eval_jobs", "push_to_hub")
-    arguments: Arguments = {name: False for name in quiet if name in schema.fields}
-    for known in schema.fields.values():
+    arguments: Arguments = {}
+    for name in ("try_launch_beaker_eval_jobs", "push_to_hub"):
+        if name in schema.fields:
+            arguments[name] = False
+    for field in schema.fields.values():
         # what the parser itself demands is seldom forgotten
-        if known.required and chance.random() < 0.9:
-            arguments[known.name] = _valid(known, chance)
-    # the first two kinds hardly ever have a valid value, the name stops open-instruct
-    fields = [
-        f
-        for f in schema.fields.values()
-        if f.kind not in {"dict", "opaque"} and f.name != "dataset_name"
-    ]
-    for known in chance.sample(fields, chance.randrange(6)):
-        arguments[known.name] = _valid(known, chance)
-    for mischief in chance.choices(
-        (_odd_value, _odd_key, _conflict), k=chance.choice((0, 0, 1, 1, 2))
-    ):
-        mischief(schema, chance, arguments)
+        if field.required and chance.random() < 0.9:
+            arguments[field.name] = _valid(field, chance)
+    usual_fields = [field for field in schema.fields.values() if _is_usual(field)]
+    for field in chance.sample(usual_fields, chance.randrange(6)):
+        arguments[field.name] = _valid(field, chance)
+    _make_faults(schema, chance, arguments)
     if chance.random() < 0.5:
-        arguments = dict(chance.sample(sorted(arguments.items()), len(arguments)))
+        names = chance.sample(sorted(arguments), len(arguments))
+        arguments = {name: arguments[name] for name in names}
     return arguments
 
 
-def _valid(known: Field, chance: random.Random) -> Any:
-    pools: dict[str, tuple[Any, ...]] = {
-        "int": (1, 2, 128, 0, -1, "8", " 5 ", "1_000"),
-        "float": (0.1, 5e-6, 1, -1, -0.5, "1e-5", "nan", "inf"),
-        "bool": (True, False, "yes", "0", "T", "False"),
-        "str": ("x", "allenai/model", "a b", "", 5, 0.25, True, "-", "-1"),
-        "choice": known.choices,
-    }
-    pool = known.choices or pools[known.kind]
-    if known.many:
-        return [chance.choice(pool) for _ in range(chance.randint(1, 4))]
-    return chance.choice(pool)
+def _is_usual(field: Field) -> bool:
+    """Whether a generated value is mostly valid: a dict hardly ever is, and neither is
+    `dataset_name`, which stops open-instruct.
+    """
+    return field.kind not in {"dict", "opaque"} and field.name != "dataset_name"
+
+
+def _valid(field: Field, chance: random.Random) -> Any:
+    pool = field.choices or VALID[field.kind]
+    if not field.many:
+        return chance.choice(pool)
+    count = chance.randint(1, 4)
+    return [chance.choice(pool) for _ in range(count)]
+
+
+def _make_faults(schema: Schema, chance: random.Random, arguments: Arguments) -> None:
+    count = chance.choice((0, 0, 1, 1, 2))
+    for make_fault in chance.choices((_odd_value, _odd_key, _conflict), k=count):
+        make_fault(schema, chance, arguments)
 
 
 def _odd_value(schema: Schema, chance: random.Random, arguments: Arguments) -> None:
-    arguments[chance.choice(_judgeable(schema))] = chance.choice(ODD)
+    value = chance.choice(ODD)
+    name = chance.choice(_judgeable(schema))
+    arguments[name] = value
 
 
 def _judgeable(schema: Schema) -> list[str]:
     """What a class of upstream's does with a word cannot be read from its annotation."""
-    return sorted(name for name, known in schema.fields.items() if known.kind != "opaque")
+    return sorted(name for name, field in schema.fields.items() if field.kind != "opaque")
 
 
 def _odd_key(schema: Schema, chance: random.Random, arguments: Arguments) -> None:
     name = chance.choice(_judgeable(schema))
-    value = chance.choice((*ODD, _valid_or_text(schema.fields[name], chance)))
-    at = chance.randrange(1, len(name))
-    dashed = name.replace("_", "-")
-    key = chance.choice((
-        name[:at], name[:-1], name[:at] + name[at + 1 :],
-        name[:at] + chance.choice("abc_") + name[at:],
-        dashed, dashed[:at], f"no_{name}", f"no-{name}", name.upper(), chance.choice(ELSEWHERE),
-    ))  # fmt: skip
+    field = schema.fields[name]
+    usual_value = "x" if field.kind == "dict" else _valid(field, chance)
+    value = chance.choice((*ODD, usual_value))
+    key = chance.choice(_misspellings(name, chance))
     arguments[key] = value
 
 
-def _valid_or_text(known: Field, chance: random.Random) -> Any:
-    return "x" if known.kind in {"dict", "opaque"} else _valid(known, chance)
+def _misspellings(name: str, chance: random.Random) -> tuple[str, ...]:
+    place = chance.randrange(1, len(name))
+    start = name[:place]
+    rest = name[place:]
+    dashed = name.replace("_", "-")
+    return (
+        start,
+        name[:-1],
+        start + rest[1:],
+        start + chance.choice("abc_") + rest,
+        dashed,
+        dashed[:place],
+        f"no_{name}",
+        f"no-{name}",
+        name.upper(),
+        chance.choice(ELSEWHERE),
+    )
 
 
 def _conflict(schema: Schema, chance: random.Random, arguments: Arguments) -> None:
     names = [name for name in CONFLICTS if name in schema.fields]
-    for name in chance.sample(names, min(len(names), chance.randint(1, 3))):
+    count = min(len(names), chance.randint(1, 3))
+    for name in chance.sample(names, count):
         arguments[name] = chance.choice(CONFLICTS[name])

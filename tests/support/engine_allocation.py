@@ -30,10 +30,8 @@ class Engine(Tracker):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-            and args[0].dtype == HALF
-        ):
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        if is_product and args[0].dtype == HALF:
             args = [arg.float() for arg in args]
             out = func(*args).to(HALF)
             self.see(out)
@@ -47,40 +45,50 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     The peak of the fullest rank in bytes, and what it was of.
     """
     config = transformers.Qwen2Config(
-        hidden_size=HIDDEN, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=1024, vocab_size=case.get("vocab", 8192),
-        tie_word_embeddings=case.get("tied", False),
-    )  # fmt: skip
-    accumulation = case.get("accumulation", 1)
+        hidden_size=HIDDEN,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        vocab_size=case["vocab"],
+        tie_word_embeddings=case["tied"],
+    )
+    accumulation = case["accumulation"]
     zero: dict[str, Any] = {
-        "stage": case["stage"], "overlap_comm": True, "contiguous_gradients": True,
-        "reduce_bucket_size": case.get("bucket", HIDDEN * HIDDEN),
-    }  # fmt: skip
+        "stage": case["stage"],
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": case["bucket"],
+    }
     if case["stage"] == 3:
         zero |= {
             "stage3_prefetch_bucket_size": int(0.9 * HIDDEN * HIDDEN),
             "stage3_param_persistence_threshold": 10 * HIDDEN,
         }
     engine_config = {
-        "bf16": {"enabled": True}, "zero_optimization": zero, "gradient_clipping": 1.0,
-        "gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True, "communication_data_type": case["communication"],
-    }  # fmt: skip
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "communication_data_type": case["communication"],
+    }
     with Engine() as tracker:
         with deepspeed.zero.Init(config_dict_or_path=engine_config, enabled=case["stage"] == 3):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=HALF)
-        if case.get("lora"):
+        if case["lora"]:
             model = adapted(model, case["lora"])
-        if case.get("checkpointing"):
+        if case["checkpointing"]:
             model.gradient_checkpointing_enable()
         # the model's own making is not the engine's
         tracker.mark()
-        kind = {"foreach": True} if case.get("foreach") else {"fused": True}
+        kind = {"foreach": True} if case["foreach"] else {"fused": True}
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3, **kind)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
         engine.train()
-        ids = torch.randint(0, config.vocab_size, (case.get("rows", 2), 64))
+        ids = torch.randint(0, config.vocab_size, (case["rows"], 64))
         for _ in range(2 * accumulation):
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             engine.backward(loss)
@@ -112,13 +120,15 @@ def unseen(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rank(number: int, world: int, place: Path, case: dict[str, Any]) -> None:
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
+    os.environ["RANK"] = str(number)
+    os.environ["LOCAL_RANK"] = str(number)
+    os.environ["WORLD_SIZE"] = str(world)
     torch.set_num_threads(1)
     meeting = f"file://{place}.meeting"
     deepspeed.init_distributed("gloo", init_method=meeting, rank=number, world_size=world)
-    found = measure(case)
+    measured = measure(case)
     if number == 0:
-        place.write_text(json.dumps(found))
+        place.write_text(json.dumps(measured))
 
 
 def main(output: Path, cases: list[dict[str, Any]]) -> None:
@@ -132,15 +142,14 @@ def main(output: Path, cases: list[dict[str, Any]]) -> None:
     collectives._torch_reduce_scatter_fn = unseen(collectives._torch_reduce_scatter_fn)
     # taken from the file where they meet
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    found = []
+    measured = []
     for number, case in enumerate(cases):
         # new processes for each: what an engine before it left behind counts as freed in this one
         place = output.with_name(f"{number}.json")
-        start_processes(
-            rank, (case["ranks"], place, case), nprocs=case["ranks"], start_method="fork"
-        )
-        found.append(json.loads(place.read_text()))
-    output.write_text(json.dumps(found))
+        ranks = case["ranks"]
+        start_processes(rank, (ranks, place, case), nprocs=ranks, start_method="fork")
+        measured.append(json.loads(place.read_text()))
+    output.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

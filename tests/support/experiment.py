@@ -66,7 +66,8 @@ class Here:
     """`launch` in this process; `scene` says what its runs, which are made up, look like."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys, self.scene = capsys, dict[str, Any]()
+        self.capsys = capsys
+        self.scene: dict[str, Any] = {}
         self.started: list[str] = []
 
     def launch(self, *words: str, **scene: Any) -> tuple[int, str, str]:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 def main(model: str, folder: str, *steps: str) -> None:
     world = Path(os.environ["FAKE_WORLD"])
-    told = {
+    record = {
         "model": model,
         "folder": folder,
         "argv": sys.argv[1:],
         "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
     with (world / "evaluated").open("a") as stream:
-        stream.write(json.dumps(told) + "\n")
+        stream.write(json.dumps(record) + "\n")
     assert (Path(model) / "config.json").is_file()
     for step in steps:
         name, _, value = step.partition("=")

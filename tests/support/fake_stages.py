@@ -32,11 +32,13 @@ def arguments_of(argv: list[str]) -> dict[str, str]:
 def digest_of(arguments: dict[str, str]) -> bytes:
     """What the weights depend on: the files of the model and of the data, the learning rate."""
     digest = hashlib.sha256()
-    for path in sorted(Path(arguments["model_name_or_path"]).iterdir()):
+    model = Path(arguments["model_name_or_path"])
+    for path in sorted(model.iterdir()):
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
     digest.update(arguments["learning_rate"].encode())
-    for path in sorted(Path(arguments["dataset_name"]).iterdir()):
+    data = Path(arguments["dataset_name"])
+    for path in sorted(data.iterdir()):
         digest.update(path.read_bytes())
     return digest.digest()
 
@@ -45,8 +47,9 @@ def write_event(event: str, **fields: object) -> None:
     """A line of the probe's."""
     record = Path(os.environ["LAUNCH_RUN"], "probe", "rank-0.jsonl")
     record.parent.mkdir(exist_ok=True)
+    line = json.dumps({"t": time.time(), "event": event, **fields})
     with record.open("a") as stream:
-        stream.write(json.dumps({"t": time.time(), "event": event, **fields}) + "\n")
+        stream.write(f"{line}\n")
 
 
 def write_step(step: int) -> None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,15 @@ def looks_on(command: subprocess.Popen[bytes]) -> None:
 
 def bearing(variable: str, value: Path) -> set[int]:
     """The living processes with this in their environment."""
-    mark = os.fsencode(f"{variable}={value}")
-    found = set()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-    return {pid for pid in found if process.identify(pid).is_alive()}
+    setting = os.fsencode(f"{variable}={value}")
+    alive = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environ = (entry / "environ").read_bytes().split(b"\0")
+            pid = int(entry.name)
+            if setting in environ and process.identify(pid).is_alive():
+                alive.add(pid)
+    return alive
 
 
 def cmdline(pid: int) -> bytes:
@@ -103,16 +105,29 @@ def cmdline(pid: int) -> bytes:
 
 def prepared(root: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
     """A run folder as a start leaves it, around a fake trainer."""
-    given: dict[str, Any] = {
-        "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {}, "cwd": str(root),
-        "environ": dict(os.environ), "stage": "sft", "backend": "trl", "title": "sft fake",
-        **changes,
-    }  # fmt: skip
-    folder = RunFolder(Path(given["environ"].get("LAUNCH_RUNS", root / "runs"), name))
+    attempt = Attempt(
+        number=1,
+        argv=(sys.executable, "-u", str(FAKE), *steps),
+        env={},
+        cwd=str(root),
+        environ=dict(os.environ),
+        stage="sft",
+        backend="trl",
+        title="sft fake",
+    )
+    attempt = replace(attempt, **changes)
+    runs = attempt.environ.get("LAUNCH_RUNS", root / "runs")
+    folder = RunFolder(Path(runs, name))
     folder.path.mkdir(parents=True, exist_ok=True)
-    told = {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}, "args": {}}
-    files.write_json(folder.manifest, {**told, "output": changes.get("output")})
-    Attempt(**given).write(folder)
+    manifest = {
+        "stage": "sft",
+        "backend": "trl",
+        "plan": {"gpus": 0},
+        "args": {},
+        "output": changes.get("output"),
+    }
+    files.write_json(folder.manifest, manifest)
+    attempt.write(folder)
     return folder
 
 
@@ -150,10 +165,11 @@ class World:
         return prepared(self.root, *steps, **{"environ": self.environ, **changes})
 
     def python(self) -> Path:
-        begin, path = self.root / "begin.py", self.root / "python"
+        begin = self.root / "begin.py"
         begin.write_text(_BEGIN.format(fake=str(FAKE)))
-        quoted = {"python": shlex.quote(sys.executable), "begin": shlex.quote(str(begin))}
-        path.write_text(_PYTHON.format(**quoted))
+        script = _PYTHON.format(python=shlex.quote(sys.executable), begin=shlex.quote(str(begin)))
+        path = self.root / "python"
+        path.write_text(script)
         path.chmod(0o755)
         return path
 
@@ -173,40 +189,54 @@ class World:
         """A stage file through TRL, in a folder that holds what it names."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        (self.root / "model").mkdir(exist_ok=True)
         if not (self.root / "data" / "train.jsonl").exists():
             write_rows(self.root / "data")
-        (self.root / "model" / "config.json").write_text(saved.UNKNOWN)
-        saved.loadable(self.root / "model")
-        given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
-        whole = {
-            "stage": "sft", "backend": "trl", "deepspeed": "none",
-            "batch": {"global": 2, "per_device": 2}, "args": {**given, **args},
-        }  # fmt: skip
-        path.write_text(yaml.safe_dump(whole, allow_unicode=True), encoding="utf-8")
+        model = self.root / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(saved.UNKNOWN)
+        saved.loadable(model)
+        inputs = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
+        stage = {
+            "stage": "sft",
+            "backend": "trl",
+            "deepspeed": "none",
+            "batch": {"global": 2, "per_device": 2},
+            "args": {**inputs, **args},
+        }
+        path.write_text(yaml.safe_dump(stage, allow_unicode=True), encoding="utf-8")
         return path
 
-    def started(self, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
-        more: Mapping[str, str] = settings.pop("env", {})
-        only: Mapping[str, str] = settings.pop("only", self.environ)
-        given = {
-            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL,
-            "cwd": self.root, "env": {**only, **more},
+    def started(
+        self,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        only: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> subprocess.Popen[bytes]:
+        """`launch` as a process; `env` is added to this world's environment, `only` replaces it."""
+        environ = self.environ if only is None else only
+        usual: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "stdin": subprocess.DEVNULL,
+            "cwd": self.root,
             # what was read of one line must not hold what comes after it
             "bufsize": 0,
-        }  # fmt: skip
-        return subprocess.Popen([*LAUNCH, *words], **{**given, **settings})
+        }
+        settings = {**usual, **settings}
+        return subprocess.Popen([*LAUNCH, *words], env={**environ, **(env or {})}, **settings)
 
     def launch(self, *words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
         running = self.started(*words, **settings)
         try:
-            out, err = (told or b"" for told in running.communicate(timeout=PATIENCE_S))
+            stdout, stderr = running.communicate(timeout=PATIENCE_S)
         except BaseException:
             running.kill()
             raise
-        done = subprocess.CompletedProcess(
-            words, running.returncode, os.fsdecode(out), os.fsdecode(err)
-        )
+        # None where the caller's settings send it elsewhere
+        out = os.fsdecode(stdout or b"")
+        err = os.fsdecode(stderr or b"")
+        done = subprocess.CompletedProcess(words, running.returncode, out, err)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode != 70, done.stderr
         return done

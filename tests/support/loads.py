@@ -53,13 +53,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Loads:
         return read_yaml(path)
 
     def counted_read(config: Any, **more: Any) -> Any:
-        counts.typed[repr((config.path.name, config.options, config.args))] += 1
+        stage = (config.path.name, config.options, config.args)
+        counts.typed[repr(stage)] += 1
         return read(config, **more)
 
     def counted_make(checked: Any, *, gpus: int, **more: Any) -> Any:
-        counts.planned[
-            repr((checked.config.path.name, checked.options, checked.args, gpus, more))
-        ] += 1
+        plan = (checked.config.path.name, checked.options, checked.args, gpus, more)
+        counts.planned[repr(plan)] += 1
         return make(checked, gpus=gpus, **more)
 
     def counted_rules(context: Any) -> Any:

@@ -28,27 +28,37 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
         "steps": 40,
     }
     finding = {
-        "severity": "warning", "layer": "run", "code": "conditional-key", "key": "args.x",
-        "message": "`x` does nothing here", "help": "leave it out",
-        "file": "configs/a.yaml", "line": 9,
-    }  # fmt: skip
-    whole = {
-        "schema_version": 1, "created": "2026-01-02T03:04:05+00:00", "attempt": 1,
-        "stage": stage, "backend": "trl",
-        "name": name, "config": "configs/a.yaml", "output": "out/a",
+        "severity": "warning",
+        "layer": "run",
+        "code": "conditional-key",
+        "key": "args.x",
+        "message": "`x` does nothing here",
+        "help": "leave it out",
+        "file": "configs/a.yaml",
+        "line": 9,
+    }
+    usual = {
+        "schema_version": 1,
+        "created": "2026-01-02T03:04:05+00:00",
+        "attempt": 1,
+        "stage": stage,
+        "backend": "trl",
+        "name": name,
+        "config": "configs/a.yaml",
+        "output": "out/a",
         "expect": {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off"},
-        "plan": plan, "args": args,
+        "plan": plan,
+        "args": args,
         "argv": ["python", "-m", "accelerate", "--run_name", "it's"],
-        "env": ["CUDA_VISIBLE_DEVICES"], "cwd": "/data",
-        "upstream": {
-            "backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True,
-        },
+        "env": ["CUDA_VISIBLE_DEVICES"],
+        "cwd": "/data",
+        "upstream": {"backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True},
         "launch_commit": "c0ffee",
         "trainer": {"python": "/bin/python", "version": "3.11.7", "packages": {"torch": "2.13.0"}},
         "machine": {"host": "node7", "system": "Linux", "cpus": 8, "gpus": ["H200, 143771 MiB"]},
         "findings": [finding],
-    }  # fmt: skip
-    return {**whole, **changes}
+    }
+    return {**usual, **changes}
 
 
 def loss(step: int, steps: int = 40) -> float:
@@ -56,10 +66,17 @@ def loss(step: int, steps: int = 40) -> float:
 
 
 def write_run(
-    path: Path, *, record: Mapping[str, Any] | None = None, attempt: int = 1, first: int = 1,
-    steps: int = 40, bad: Collection[int] = (), ended: bool = True, extra: str = "",
+    path: Path,
+    *,
+    record: Mapping[str, Any] | None = None,
+    attempt: int = 1,
+    first: int = 1,
+    steps: int = 40,
+    bad: Collection[int] = (),
+    ended: bool = True,
+    extra: str = "",
     scale: float = 1,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a run folder of one attempt, or a further attempt into the same folder.
 
     `record` is what run.json holds. `bad` steps are NaN, seconds and memory are `scale` times as
@@ -75,36 +92,44 @@ def write_run(
             file.write(json.dumps(event) + "\n")
     (path / f"console{infix}.log").write_text(console(first, steps, bad) + extra)
     if ended:
-        over = {
-            "returncode": 0, "signal": None, "stopped": None, "attempt": attempt,
-            "started": "2026-01-02T03:04:05+00:00", "ended": "2026-01-02T04:34:05+00:00",
-        }  # fmt: skip
-        (path / f"exit{infix}.json").write_text(json.dumps(over))
+        end = {
+            "returncode": 0,
+            "signal": None,
+            "stopped": None,
+            "attempt": attempt,
+            "started": "2026-01-02T03:04:05+00:00",
+            "ended": "2026-01-02T04:34:05+00:00",
+        }
+        (path / f"exit{infix}.json").write_text(json.dumps(end))
     return path
 
 
 def events(
     first: int, steps: int, attempt: int = 1, bad: Collection[int] = (), scale: float = 1
 ) -> list[dict[str, Any]]:
-    begun: dict[str, Any] = {
-        "event": "start",
-        "rank": 0,
-        "world": 1,
-        "attempt": attempt,
-        "target": "dpo.py",
-    }
-    model = {"event": "model", "class": "Qwen2ForCausalLM", "attention": "sdpa"}
-    whole = [begun, model]
+    events: list[dict[str, Any]] = [
+        {"event": "start", "rank": 0, "world": 1, "attempt": attempt, "target": "dpo.py"},
+        {"event": "model", "class": "Qwen2ForCausalLM", "attention": "sdpa"},
+    ]
     for step in range(first, steps + 1):
-        whole.append(
-            {
-                "event": "step", "step": step, "loss": None if step in bad else loss(step, steps),
-                "finite": step not in bad, "tokens": 3000, "positions": 4000, "wasted": 1000,
-                "rows": 256, "micro_batches": 32, "seconds": 0.5 * scale,
-                "allocated_gib": 61.25 * scale, "reserved_gib": 70.5 * scale,
-            }
-        )  # fmt: skip
-    return [*whole, {"event": "end", "exit": 0}]
+        is_finite = step not in bad
+        event = {
+            "event": "step",
+            "step": step,
+            "loss": loss(step, steps) if is_finite else None,
+            "finite": is_finite,
+            "tokens": 3000,
+            "positions": 4000,
+            "wasted": 1000,
+            "rows": 256,
+            "micro_batches": 32,
+            "seconds": 0.5 * scale,
+            "allocated_gib": 61.25 * scale,
+            "reserved_gib": 70.5 * scale,
+        }
+        events.append(event)
+    events.append({"event": "end", "exit": 0})
+    return events
 
 
 def console(first: int, steps: int, bad: Collection[int] = ()) -> str:
@@ -113,11 +138,18 @@ def console(first: int, steps: int, bad: Collection[int] = ()) -> str:
         if step % EVERY:
             continue
         done = step / steps
-        pairs = {
-            "loss": "nan" if step in bad else f"{loss(step, steps):.4g}", "grad_norm": "1.5",
-            "learning_rate": f"{5e-7 * (1 - done):.4g}", "rewards/chosen": f"{-done:.4g}",
-            "rewards/rejected": f"{-3 * done:.4g}", "rewards/accuracies": f"{0.5 + done / 3:.4g}",
-            "rewards/margins": f"{2 * done:.4g}", "logps/chosen": "-280.5", "epoch": f"{done:.4g}",
-        }  # fmt: skip
-        lines.append(f"{pairs}\n{step * 100 // steps}%|###| {step}/{steps} [00:10<00:05, 2.0it/s]")
+        numbers = {
+            "loss": math.nan if step in bad else loss(step, steps),
+            "grad_norm": 1.5,
+            "learning_rate": 5e-7 * (1 - done),
+            "rewards/chosen": -done,
+            "rewards/rejected": -3 * done,
+            "rewards/accuracies": 0.5 + done / 3,
+            "rewards/margins": 2 * done,
+            "logps/chosen": -280.5,
+            "epoch": done,
+        }
+        logged = {name: f"{number:.4g}" for name, number in numbers.items()}
+        percent = step * 100 // steps
+        lines.append(f"{logged}\n{percent}%|###| {step}/{steps} [00:10<00:05, 2.0it/s]")
     return "\n".join([*lines, "💾 Model saved to out/a.", ""])

@@ -33,9 +33,7 @@ if __name__ == "__main__":
 """
 
 
-def write_trl(
-    site: Path, *fields: str, version: str = "0.24.0", transformers: str = "4.57.1"
-) -> Path:
+def write_trl(site: Path, *fields: str) -> Path:
     """Write sources of TRL and transformers below `site`; both configurations get `fields` too."""
     more = textwrap.indent("\n".join(fields), "    ")
     training = (
@@ -66,8 +64,8 @@ def write_trl(
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (site / f"trl-{version}.dist-info").mkdir()
-    (site / f"transformers-{transformers}.dist-info").mkdir()
+    (site / "trl-0.24.0.dist-info").mkdir()
+    (site / "transformers-4.57.1.dist-info").mkdir()
     return site
 
 

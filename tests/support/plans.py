@@ -47,9 +47,13 @@ def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
 
 
 def from_text(folder: Path, text: str, *overrides: str) -> Stage:
+    return staged(_write_stage(folder, text), overrides)
+
+
+def _write_stage(folder: Path, text: str) -> Path:
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
-    return staged(path, overrides)
+    return path
 
 
 def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
@@ -58,14 +62,15 @@ def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
 
 def settled(folder: Path, text: str, gpus: int = 0) -> Plan:
     """A plan with the findings of all rules, as a dry run makes it."""
-    path = folder / "stage.yaml"
-    path.write_text(text, encoding="utf-8")
-    request = Request(stage=None, config=path, gpus=gpus)
+    path = _write_stage(folder, text)
     file = StageFile(
-        request=request, config=load.load(path), locator=Locator(search=()), trainer=trainer()
+        request=Request(stage=None, config=path, gpus=gpus),
+        config=load.load(path),
+        locator=Locator(search=()),
+        trainer=trainer(),
     )
-    read = file.read()
-    facts = Facts(file=file, checked=read, stage=stages.validate(read), gpus=gpus)
+    checked = file.read()
+    facts = Facts(file=file, checked=checked, stage=stages.validate(checked), gpus=gpus)
     return check.settle(facts, output=Path("/run/model"))
 
 
@@ -81,6 +86,5 @@ def built(
 def trainer(
     *packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)
 ) -> Trainer:
-    return Trainer(
-        python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0")
-    )
+    installed = dict.fromkeys(packages, "1.0")
+    return Trainer(python=python, source="a test", version=version, packages=installed)

@@ -42,25 +42,27 @@ def splits(request):
     """The split of each set, and its amount, as `load_dataset_configs` makes them."""
     from open_instruct import dataset_transformation as module
 
-    made = []
+    sets = []
 
     class Recorder(SimpleNamespace):
         def __init__(self, **values):
             super().__init__(**values)
-            self.dataset, self.original_dataset_size = range(10_000), 10_000
-            made.append([self.dataset_name, self.dataset_split, self.frac_or_num_samples])
+            self.dataset = range(10_000)
+            self.original_dataset_size = 10_000
+            sets.append([self.dataset_name, self.dataset_split, self.frac_or_num_samples])
 
         def update_range(self, *_):
             pass
 
-    before, module.DatasetConfig = module.DatasetConfig, Recorder
+    before = module.DatasetConfig
+    module.DatasetConfig = Recorder
     try:
         module.load_dataset_configs(request["sets"], request["splits"], ["f"], [{}])
     except (AssertionError, ValueError) as error:
         return refused(error)
     finally:
         module.DatasetConfig = before
-    return {"sets": made}
+    return {"sets": sets}
 
 
 def schedule(request):
@@ -121,12 +123,12 @@ def _clip_olmo_core(request, model):
         match node:
             case ast.Assign(targets=[ast.Name(id="max_grad_norm")]):
                 run([node], names)
+    handed_over = ast.Name("handed_over", ast.Store())
     for node in ast.walk(main):
         if isinstance(node, ast.keyword) and node.arg == "max_grad_norm":
-            run([ast.Assign([ast.Name("handed_over", ast.Store())], node.value)], names)
+            run([ast.Assign([handed_over], node.value)], names)
     # TransformerTrainModule.optim_step of olmo_core/train/train_module/transformer/train_module.py
-    # clips where this is
-    # not None.
+    # clips where this is not None.
     if names["handed_over"] is not None:
         TransformerTrainModule._clip_grad_norm(SimpleNamespace(model=model), names["handed_over"])
 
@@ -213,17 +215,21 @@ def packed(request):
         told.extend(sorted(names))
         return SimpleNamespace(loss=torch.zeros(ids.shape[0], ids.shape[1]))
 
-    batch = {}
-    for side in ("chosen", "rejected"):
-        batch[f"{side}_input_ids"] = torch.tensor([[1, 2, 3, 4]])
-        batch[f"{side}_labels"] = torch.tensor([[1, 2, 3, 4]])
-        batch[f"{side}_cu_seq_lens_k"] = batch[f"{side}_cu_seq_lens_q"] = torch.tensor(
-            [0, 2, 4], dtype=torch.int32
-        )
-        batch[f"{side}_max_length_k"] = batch[f"{side}_max_length_q"] = 2
-        batch[f"{side}_position_ids"] = torch.tensor([[0, 1, 0, 1]])
-        batch[f"{side}_seq_idx"] = torch.tensor([[0, 0, 1, 1]])
-    batch["index"] = torch.tensor([0, 1])
+    ends = torch.tensor([0, 2, 4], dtype=torch.int32)
+    columns = {
+        "input_ids": torch.tensor([[1, 2, 3, 4]]),
+        "labels": torch.tensor([[1, 2, 3, 4]]),
+        "cu_seq_lens_k": ends,
+        "cu_seq_lens_q": ends,
+        "max_length_k": 2,
+        "max_length_q": 2,
+        "position_ids": torch.tensor([[0, 1, 0, 1]]),
+        "seq_idx": torch.tensor([[0, 0, 1, 1]]),
+    }
+    batch = {"index": torch.tensor([0, 1])}
+    for name, values in columns.items():
+        batch[f"chosen_{name}"] = values
+        batch[f"rejected_{name}"] = values
     with contextlib.suppress(Exception):
         # only what the model is given matters
         dpo_utils.concatenated_forward_olmo(model, batch, packing=True)
@@ -311,12 +317,20 @@ def export(request):
 
 
 HANDLERS = {
-    one.__name__: one
-    for one in (
-        splits, schedule, clipping, tokenizer, checkpoint, intervals, recomputing, masked, packed,
-        groups, cache_key, tools, export,
-    )
-}  # fmt: skip
+    "splits": splits,
+    "schedule": schedule,
+    "clipping": clipping,
+    "tokenizer": tokenizer,
+    "checkpoint": checkpoint,
+    "intervals": intervals,
+    "recomputing": recomputing,
+    "masked": masked,
+    "packed": packed,
+    "groups": groups,
+    "cache_key": cache_key,
+    "tools": tools,
+    "export": export,
+}
 
 
 def main():

@@ -36,12 +36,12 @@ def prepare(upstream, tokenizer, stage, data):
     rows = datasets.load_dataset(kind, data_files=data, split="train", cache_dir=cache)
     transform, keep, columns = STAGES[stage]
     arguments = {"tokenizer": tokenizer, "max_seq_length": 256}
-    made = rows.map(
+    tokenised = rows.map(
         getattr(upstream, transform), fn_kwargs=arguments, remove_columns=rows.column_names
     )
-    made = made.filter(getattr(upstream, keep), fn_kwargs={"tokenizer": tokenizer})
+    kept = tokenised.filter(getattr(upstream, keep), fn_kwargs={"tokenizer": tokenizer})
     texts = []
-    for row in made:
+    for row in kept:
         words = []
         for tokens, labels in columns:
             words.append(tokenizer.decode(row[tokens]))

@@ -3,8 +3,9 @@
 usage: python real_parser.py BACKEND < requests.jsonl > answers.jsonl
 
 One line in: {"stage": "sft", "words": ["--seed", "1"]}; one line out: null where the parser and
-`__post_init__` take the words, else why not. The first line out describes every argument, by stage.
-Exit code 3, with the reason on stderr, where the packages are not there.
+`__post_init__` take the words, else why not. The request "describe" is answered with a description
+of every argument, by stage. Exit code 3, with the reason on stderr, where the packages are not
+there.
 """
 
 import argparse
@@ -84,12 +85,14 @@ def main():
     except ImportError as error:
         print(f"cannot be imported: {error}", file=sys.stderr)
         return 3
-    print(json.dumps({s: describe(p) for s, p in parsers.items()}, default=str), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        parse = getattr(parsers[request["stage"]], PARSE[sys.argv[1]])
-        answer = refusal(parse, request["words"])
-        print(json.dumps(answer), file=answers)
+        if request == "describe":
+            answer = {stage: describe(parser) for stage, parser in parsers.items()}
+        else:
+            parse = getattr(parsers[request["stage"]], PARSE[sys.argv[1]])
+            answer = refusal(parse, request["words"])
+        print(json.dumps(answer, default=str), file=answers)
     return 0
 
 

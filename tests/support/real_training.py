@@ -78,14 +78,22 @@ def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
 def launch(place: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Run the command line in `place` with JSON answers; the exit code and the envelope."""
     environment = {
-        **os.environ, "LAUNCH_RUNS": str(place / "runs"), "XDG_STATE_HOME": str(place / "state"),
-        "XDG_CACHE_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": STAND_INS,
+        **os.environ,
+        "LAUNCH_RUNS": str(place / "runs"),
+        "XDG_STATE_HOME": str(place / "state"),
+        "XDG_CACHE_HOME": str(place / "cache"),
         "HF_DATASETS_CACHE": str(place / "hf"),
-    }  # fmt: skip
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": STAND_INS,
+    }
     done = subprocess.run(
         [sys.executable, "-m", "launcher", *words, "--format", "json"],
-        cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
     assert done.stdout, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return done.returncode, answer

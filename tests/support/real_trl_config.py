@@ -32,17 +32,19 @@ def answer(request):
     # a config file changes the defaults of its parser for good
     parser = trl_parsers()[request["stage"]]
     words = ["--use_cpu", "True", "--bf16", "False", *request["words"]]
-    held = {}
+    parsed = {}
 
-    def parse(given):
-        held.update(values(parser.parse_args_and_config(given, fail_with_unknown_args=False)))
+    def parse(argv):
+        parts = parser.parse_args_and_config(argv, fail_with_unknown_args=False)
+        parsed.update(values(parts))
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(request["file"])
         file.flush()
-        whole = ["--config", file.name, *words] if request["file"] else words
-        said = refusal(parse, whole)
-    return {"refusal": said, "values": held}
+        if request["file"]:
+            words = ["--config", file.name, *words]
+        refused = refusal(parse, words)
+    return {"refusal": refused, "values": parsed}
 
 
 def main():

@@ -34,11 +34,11 @@ def main():
     answers, sys.stdout = sys.stdout, sys.stderr
     for name, wanted in PINNED.items():
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
-            found = "not installed"
-        if found != wanted:
-            sys.exit(f"{name} is {found}, not {wanted}")
+            installed = "not installed"
+        if installed != wanted:
+            sys.exit(f"{name} is {installed}, not {wanted}")
     try:
         import deepspeed  # noqa: F401
         import torch  # noqa: F401

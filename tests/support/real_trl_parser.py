@@ -43,17 +43,17 @@ def main():
     # what the packages print while they are imported goes elsewhere
     sys.stdout = sys.stderr
     try:
-        known = trl_parsers()
+        parsers = trl_parsers()
         with_the_hardware()
         # the first parse imports more
-        refusal(known["sft"].parse_args_and_config, ["--use_cpu", "True"])
+        refusal(parsers["sft"].parse_args_and_config, ["--use_cpu", "True"])
     except ImportError as error:
         print(f"cannot be imported: {error}", file=sys.stderr)
         return 3
     for line in sys.stdin:
         request = json.loads(line)
         with a_process_of_its_own():
-            answer = refusal(known[request["stage"]].parse_args_and_config, request["words"])
+            answer = refusal(parsers[request["stage"]].parse_args_and_config, request["words"])
         print(json.dumps(answer), file=answers)
     return 0
 

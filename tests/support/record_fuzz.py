@@ -1,6 +1,7 @@
 """Commands read records of runs that were damaged: their JSON, their bytes, the file itself."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -378,18 +379,18 @@ class Fuzz:
         patch.setattr(main, "_report_bug", self._note_bug)
         # building the command line anew for each command takes longer than most commands
         patch.setattr(main, "app", BuiltApp())
-        kill = os.kill
-        killpg = os.killpg
-        patch.setattr(os, "kill", lambda pid, number: self._kill(kill, pid, number))
-        patch.setattr(os, "killpg", lambda pid, number: self._kill(killpg, pid, number))
+        patch.setattr(os, "kill", functools.partial(self._kill, os.kill))
+        patch.setattr(os, "killpg", functools.partial(self._kill, os.killpg))
         signal.signal(signal.SIGALRM, self._time_out)
         self.backup = Backup(scene.root)
         self.paths = [path for path in sorted(self.backup.files) if self._is_record(path)]
 
     def _is_record(self, path: Path) -> bool:
-        if path.is_relative_to(self.scene.healthy.path) or path.name.startswith("tokenizer"):
+        if path.is_relative_to(self.scene.healthy.path):
             return False
-        if path.suffix in NO_RECORDS or len(self.backup.files[path].raw) > 2**20:
+        if path.suffix in NO_RECORDS or path.name.startswith("tokenizer"):
+            return False
+        if len(self.backup.files[path].raw) > 2**20:
             return False
         return UNTOUCHED.isdisjoint(path.relative_to(self.scene.root).parts)
 
@@ -475,10 +476,13 @@ class Fuzz:
 
     def _call(self, change: Mutation, words: list[str]) -> None:
         attaches = words[:2] == ["attach", self.scene.live.path.name]
-        code, out = self.launch(*words, limit=0.15 if attaches else None)
+        limit = 0.15 if attaches else None
+        code, out = self.launch(*words, limit=limit)
+        if code == 70 and self.bug is None:
+            self.bug = "exit 70"
         is_interrupted = attaches and "Overdue" in str(self.bug)
-        if (code == 70 or self.bug) and not is_interrupted:
-            self._fail(change, words, self.bug or "exit 70")
+        if self.bug is not None and not is_interrupted:
+            self._fail(change, words, self.bug)
         if words == RUNS and not self._lists_healthy(out):
             self._fail(change, words, "the healthy run is not listed as running")
 
@@ -495,7 +499,8 @@ class Fuzz:
 
     def _commands(self, change: Mutation, chance: random.Random) -> list[list[str]]:
         related = list(self._related(change, chance))
-        return [RUNS, *chance.sample(related, min(len(related), self.scene.commands))]
+        count = min(len(related), self.scene.commands)
+        return [RUNS, *chance.sample(related, count)]
 
     def _related(self, change: Mutation, chance: random.Random) -> Iterator[list[str]]:
         """The commands that have to do with a file, and a few others."""

@@ -108,21 +108,21 @@ class Run:
         return planned(from_text(self.place, text, *overrides), gpus=gpus)
 
     def decide(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
-        self.made = self.plan(*overrides, **how)
+        self.planned = self.plan(*overrides, **how)
         has_begun = bool(rundir.read_manifest(self.folder))
         judge = resume.ResumeJudge(
-            plan=self.made,
+            plan=self.planned,
             output=self.output,
             folder=self.folder if has_begun else None,
             history=self.history(),
             trainer=self.trainer,
-            now=inputs.of_plan(self.made),
+            now=inputs.of_plan(self.planned),
             allowed=allow,
         )
         return judge.decide()
 
     def history(self) -> list[Manifest]:
-        return resume.manifests(self.made.stage.options.stage, self.folder, self.output)
+        return resume.manifests(self.planned.stage.options.stage, self.folder, self.output)
 
     def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         """Begin an attempt, as far as what it leaves in the run folder."""
@@ -130,11 +130,13 @@ class Run:
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
-        made = plan.completed(self.made, decision.derived)
+        completed = plan.completed(self.planned, decision.derived)
+        command = built(completed)
         record = manifest.build_manifest(
-            attempt, rundir.utc_now(), made, built(made), self.trainer, self.output
+            attempt, rundir.utc_now(), completed, command, self.trainer, self.output
         )
-        record = replace(record, resume=decision.as_json(), contents=inputs.of_plan(made))
+        contents = inputs.of_plan(completed)
+        record = replace(record, resume=decision.as_json(), contents=contents)
         files.write_json(self.folder.manifest, record.as_json())
         self.folder.console(attempt).write_text("")
         return decision

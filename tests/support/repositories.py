@@ -2,15 +2,20 @@
 
 import os
 import subprocess
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 _CLEAN = {
-    "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
-    "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a",
-    "GIT_COMMITTER_EMAIL": "a@b", "GIT_AUTHOR_DATE": "2026-01-02T03:04:05Z",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_SYSTEM": os.devnull,
+    "GIT_AUTHOR_NAME": "a",
+    "GIT_AUTHOR_EMAIL": "a@b",
+    "GIT_AUTHOR_DATE": "2026-01-02T03:04:05Z",
+    "GIT_COMMITTER_NAME": "a",
+    "GIT_COMMITTER_EMAIL": "a@b",
     "GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z",
-}  # fmt: skip
+}
 
 SCRIPT = """
 import os
@@ -73,26 +78,36 @@ UTILS = "class ArgumentParserPlus: ...\n"
 
 
 def script(
-    *, more: str = "", reads: str = "", owner: str = "FlatArguments", imports: str = "",
-    data: str = "dataset_mixer_list", epochs: str = "num_train_epochs", exp_name: str = "finetune",
+    *,
+    more: str = "",
+    reads: str = "",
+    owner: str = "FlatArguments",
+    imports: str = "",
+    data: str = "dataset_mixer_list",
+    epochs: str = "num_train_epochs",
+    exp_name: str = "finetune",
     here: bool = True,
-) -> str:  # fmt: skip
+) -> str:
     """An entry script with further fields and statements; without its class where not `here`."""
-    fields = declared(more=more, owner=owner, data=data, epochs=epochs, exp_name=exp_name)
+    fields = ""
+    if here:
+        fields = declared(more=more, owner=owner, data=data, epochs=epochs, exp_name=exp_name)
     return SCRIPT.format(
-        imports=imports, fields=fields if here else "", data=data, reads=indented(reads),
-        epochs=epochs, owner=owner,
-    )  # fmt: skip
+        imports=imports, fields=fields, data=data, reads=indented(reads), epochs=epochs, owner=owner
+    )
 
 
 def declared(
-    *, more: str = "", owner: str = "FlatArguments", data: str = "dataset_mixer_list",
-    epochs: str = "num_train_epochs", exp_name: str = "finetune",
-) -> str:  # fmt: skip
+    *,
+    more: str = "",
+    owner: str = "FlatArguments",
+    data: str = "dataset_mixer_list",
+    epochs: str = "num_train_epochs",
+    exp_name: str = "finetune",
+) -> str:
     """The dataclass of an entry script."""
-    return CLASS.format(
-        owner=owner, data=data, epochs=epochs, exp_name=exp_name, more=indented(more)
-    )
+    more = indented(more)
+    return CLASS.format(owner=owner, data=data, epochs=epochs, exp_name=exp_name, more=more)
 
 
 def transformation(version: str | None = None, found: str = "Found cached dataset at") -> str:
@@ -102,12 +117,15 @@ def transformation(version: str | None = None, found: str = "Found cached datase
 
 
 def indented(text: str) -> str:
-    return "".join(f"    {line}\n" if line else "\n" for line in text.strip("\n").split("\n"))
+    return textwrap.indent(text.strip("\n") + "\n", "    ")
 
 
 def git(folder: Path, *arguments: str) -> str:
     """The output of one git command."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _CLEAN
+    environ = dict(_CLEAN)
+    for name, value in os.environ.items():
+        if not name.startswith("GIT_"):
+            environ[name] = value
     done = subprocess.run(
         ["git", "-C", str(folder), *arguments], capture_output=True, text=True, env=environ
     )

@@ -64,13 +64,15 @@ def judge_arguments(script: str, **changes: Any) -> list[Finding]:
     return list(registry.apply(values_of(script, changes)))
 
 
-def judge_run(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
-    """Findings about a run of which `known` is known: the fields of `Context`."""
-    known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
-    if "gpus" not in known:
+def judge_run(script: str, args: dict[str, Any], **facts: Any) -> list[Finding]:
+    """Findings about a run with these facts, the fields of `Context`."""
+    home = Path.cwd() / "home"
+    facts.setdefault("environ", {"HOME": str(home)})
+    if "gpus" not in facts:
         # once the GPUs are known, it may be a default that was filled in
-        known.setdefault("named_precision", known.get("mixed_precision"))
-    findings = registry.apply_in(Context(values=values_of(script, args), **known))
+        facts.setdefault("named_precision", facts.get("mixed_precision"))
+    context = Context(values=values_of(script, args), **facts)
+    findings = registry.apply_in(context)
     return [finding for finding in findings if finding.code not in UNRELATED]
 
 
@@ -83,12 +85,12 @@ def summarise(findings: Iterable[Finding]) -> list[str]:
     return lines
 
 
-def summarise_run(script: str, args: dict[str, Any], **known: Any) -> list[str]:
+def summarise_run(script: str, args: dict[str, Any], **facts: Any) -> list[str]:
     """The findings about a run, each as `code severity key`."""
-    findings = judge_run(script, args, **known)
+    findings = judge_run(script, args, **facts)
     assert all(finding.layer == "run" and finding.message for finding in findings)
     return summarise(findings)
 
 
-def codes_of_run(script: str, args: dict[str, Any], **known: Any) -> set[str]:
-    return {finding.code for finding in judge_run(script, args, **known)}
+def codes_of_run(script: str, args: dict[str, Any], **facts: Any) -> set[str]:
+    return {finding.code for finding in judge_run(script, args, **facts)}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conftest import PATIENCE_S
+from fake_world import bearing
 
 NODES = ("n1", "n2")
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -117,10 +118,12 @@ class Cluster:
 
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in taken:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in taken]
+        ports = []
+        for _ in range(count):
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", 0))
+            ports.append(int(taken.getsockname()[1]))
+        return ports
 
 
 @contextlib.contextmanager
@@ -181,15 +184,19 @@ def _start(cluster: Cluster) -> None:
 
 
 def _daemon(cluster: Cluster, name: str, *words: str) -> None:
-    found = program(name)
-    assert found is not None
-    with (cluster.folder / f"{name}{len(cluster.daemons)}.out.log").open("wb") as out:
-        cluster.daemons.append(
-            subprocess.Popen(
-                [found, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env={**os.environ, **cluster.environment}, start_new_session=True,
-            )
-        )  # fmt: skip
+    executable = program(name)
+    assert executable is not None
+    log = cluster.folder / f"{name}{len(cluster.daemons)}.out.log"
+    with log.open("wb") as stream:
+        daemon = subprocess.Popen(
+            [executable, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env={**os.environ, **cluster.environment},
+            start_new_session=True,
+        )
+    cluster.daemons.append(daemon)
 
 
 def _until(cluster: Cluster, true: Callable[[], bool]) -> None:
@@ -226,13 +233,11 @@ def left(cluster: Cluster) -> list[int]:
     """The living processes of this cluster's jobs: known by their environment, and none of a
     daemon.
     """
-    wanted = os.fsencode(f"SLURM_CONF={cluster.conf}")
     sessions = {daemon.pid for daemon in cluster.daemons}
-    found = []
-    for entry in Path("/proc").iterdir():
+    pids = []
+    for pid in bearing("SLURM_CONF", cluster.conf):
         # a process may go while it is looked at
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and os.getsid(int(entry.name)) not in sessions:
-                words = (entry / "environ").read_bytes().split(b"\0")
-                found += [int(entry.name)] if wanted in words else []
-    return found
+            if os.getsid(pid) not in sessions:
+                pids.append(pid)
+    return pids

@@ -48,13 +48,14 @@ def axolotl(total: int, lines: Iterable[str]) -> str:
     return head + "".join(shown)
 
 
-def summary(steps: int, epochs: float = 1.0) -> str:
+def summary(steps: int) -> str:
     values = {
         "train_runtime": 61.5,
         "train_samples_per_second": 16.3,
         "train_steps_per_second": steps / 61.5,
+        "train_loss": 1.2,
+        "epoch": 1.0,
     }
-    values |= {"train_loss": 1.2, "epoch": epochs}
     return f"{values}\n"
 
 
@@ -72,7 +73,7 @@ def traceback(*frames: str, error: str, rank: int | None = None) -> str:
     return "".join(f"{tag}{line}\n" for line in lines)
 
 
-def watchdog(sequence: int, operation: str, rank: int = 1) -> str:
+def watchdog(sequence: int, operation: str) -> str:
     what = (
         f"WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn=1, NumelOut=2, "
         "Timeout(ms)=600000)"
@@ -82,10 +83,10 @@ def watchdog(sequence: int, operation: str, rank: int = 1) -> str:
         "ran for 600019 milliseconds before timing out."
     )
     return (
-        f"[rank{rank}]:[E1120 18:32:45.457035698 ProcessGroupNCCL.cpp:629] [Rank {rank}] {text}\n"
-        f"[rank{rank}]:[E1120 18:32:46.014283380 ProcessGroupNCCL.cpp:1895] "
-        f"[PG ID 0 PG GUID 0 Rank {rank}] "
-        f"Process group watchdog thread terminated with exception: [Rank {rank}] {text}\n"
+        f"[rank1]:[E1120 18:32:45.457035698 ProcessGroupNCCL.cpp:629] [Rank 1] {text}\n"
+        "[rank1]:[E1120 18:32:46.014283380 ProcessGroupNCCL.cpp:1895] "
+        "[PG ID 0 PG GUID 0 Rank 1] "
+        f"Process group watchdog thread terminated with exception: [Rank 1] {text}\n"
     )
 
 

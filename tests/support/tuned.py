@@ -24,28 +24,34 @@ PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
 
 
 def outlook(
-    config: str | Path, *overrides: str, gpus: int = 2, rows: str = "400:1100",
-    card: str = "H200", gib: float | None = 139.8, packages: dict[str, str] | None = None,
-) -> Space:  # fmt: skip
+    config: str | Path,
+    *overrides: str,
+    gpus: int = 2,
+    rows: str = "400:1100",
+    card: str = "H200",
+    gib: float | None = 139.8,
+    packages: dict[str, str] | None = None,
+) -> Space:
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides)
     facts = collect.collect(request, Scope.FILE)
     installed = PACKAGES if packages is None else packages
-    made = plan.make(facts.stage, gpus=gpus, output=Path("model"), packages=installed)
+    planned = plan.make(facts.stage, gpus=gpus, output=Path("model"), packages=installed)
+    has_flash = gpus > 0 and "flash-attn" in installed
     try:
-        shape = footprint.shape_of(made)
+        shape = footprint.shape_of(planned)
     except InvalidConfig:
         # a model that is not here
         shape = architecture.find("Qwen/Qwen2.5-0.5B", {})
     return Space(
-        plan=made,
+        plan=planned,
         packages=installed,
         rows=lengths.parse(rows),
         shape=shape,
         card=datasheets.card_of(card, gib) if gpus else datasheets.CPU,
         steps=STEPS,
-        attention="flash_2" if "flash-attn" in installed and gpus else "sdpa",
+        attention="flash_2" if has_flash else "sdpa",
     )
 
 
@@ -85,21 +91,24 @@ class Machine:
 
     def runs(self, world: Space, candidate: Candidate) -> Trial:
         """What a trial of these settings shows."""
+        settings = candidate.settings
         peak = None
         if candidate.short is not None:
-            tokens = world.footprint(candidate.settings).typical.tokens
-            peak = self.peak(world, candidate.settings, tokens)
-        if peak is not None and peak > 0.95 * self.gib:
-            return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
-        step = self._step(world, candidate.settings)
+            batch = world.footprint(settings).typical
+            peak = self.peak(world, settings, batch.tokens)
+            if peak > 0.95 * self.gib:
+                return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
+        step = self._step(world, settings)
+        seconds = 50 + STEPS * step
         speed = candidate.tokens / step / world.plan.processes
-        return ran(candidate, speed, step=step, peak=peak, seconds=50 + STEPS * step)
+        return ran(candidate, speed, step=step, peak=peak, seconds=seconds)
 
     def lasts(self, world: Space, candidate: Candidate) -> float:
         """The speed where the whole run leaves the margin free, else 0."""
         if candidate.peak is not None:
-            longest = world.footprint(candidate.settings).setup().batch.tokens
-            if self.peak(world, candidate.settings, longest) > 0.92 * self.gib:
+            longest = world.footprint(candidate.settings).setup().batch
+            peak = self.peak(world, candidate.settings, longest.tokens)
+            if peak > 0.92 * self.gib:
                 return 0.0
         return self.runs(world, candidate).speed
 
@@ -227,22 +236,24 @@ def search_of(world: Space, **terms: object) -> Search:
 _GRIDS = dict[int, tuple[Space, list[Candidate]]]()
 
 
-def searched(
-    world: Space, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object
-) -> Search:
-    """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
-    search = search_of(world, **terms)
-    while len(search.results) < trials:
+def searched(world: Space, machine: Machine, noise: Sequence[float]) -> Search:
+    """Through to its end, or ten trials; `noise` are shares by which measurements are off."""
+    search = search_of(world)
+    while len(search.results) < 10:
         candidate = search.propose()
         if candidate is None:
             break
         trial = machine.runs(world, candidate)
-        if noise and trial.speed:
-            off = 1 + noise[len(search.runs) % len(noise)]
-            figures = {**trial.sample.metrics, SPEED: trial.speed * off}
-            trial = replace(trial, sample=replace(trial.sample, metrics=figures))
+        if trial.speed:
+            share = noise[len(search.runs) % len(noise)]
+            trial = _measured_wrongly(trial, share)
         search.learn(trial)
     return search
+
+
+def _measured_wrongly(trial: Trial, share: float) -> Trial:
+    metrics = {**trial.sample.metrics, SPEED: trial.speed * (1 + share)}
+    return replace(trial, sample=replace(trial.sample, metrics=metrics))
 
 
 def reached(world: Space, machine: Machine, search: Search) -> float:

@@ -3,19 +3,19 @@
 import functools
 import hashlib
 import json
+import math
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from argument_sets import Arguments
-from conftest import DATA, NO_PACKAGES
+from conftest import DATA
+from real_process import ask_process
 
 from launcher.config.load import Config
+from launcher.errors import Finding
 from launcher.stage import stage
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator, Upstream
@@ -53,11 +53,9 @@ class Snapshot(Locator):
     release: str = ""
 
     def find(self, backend: str) -> Upstream:
-        return (
-            locate.locate(backend, search=())
-            if backend == "trl"
-            else snapshot_of(backend, self.release)
-        )
+        if backend == "trl":
+            return locate.locate(backend, search=())
+        return snapshot_of(backend, self.release)
 
 
 def words_of(schema: Schema, arguments: Arguments) -> list[str]:
@@ -75,50 +73,55 @@ def refused_by_launch(
     """For each set, what launch says that upstream's parser would refuse; `stage_name` may be a
     further script's.
     """
-    own = BACKENDS[backend].STAGES[stage_name].stage
-    options = {
-        "backend": backend,
-        "stage": own or stage_name,
-        **({"script": stage_name} if own else {}),
-    }
+    options = {"backend": backend, "stage": stage_name}
+    stage_of_script = BACKENDS[backend].STAGES[stage_name].stage
+    if stage_of_script:
+        options = {"backend": backend, "stage": stage_of_script, "script": stage_name}
     locator = Snapshot(release=release)
-    told = []
+    refusals = []
     for arguments in sets:
         config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)
-        found = stage.judge_stage_file(config, locator=locator).findings
-        told.append(
-            [
-                f"{f.code}: {f.message}"
-                for f in found
-                if (f.severity, f.layer) == ("error", "parser")
-            ]
-        )
-    return told
+        refusals.append(_parser_errors(stage.judge_stage_file(config, locator=locator).findings))
+    return refusals
+
+
+def _parser_errors(findings: Iterable[Finding]) -> list[str]:
+    errors = []
+    for finding in findings:
+        if finding.severity == "error" and finding.layer == "parser":
+            errors.append(f"{finding.code}: {finding.message}")
+    return errors
 
 
 def differences(
     sets: Sequence[Arguments],
-    ours: Sequence[list[str]],
-    theirs: Sequence[Any],
+    by_launch: Sequence[list[str]],
+    by_upstream: Sequence[Any],
     left_out: Sequence[bool],
 ) -> list[str]:
-    """The sets of which launch and upstream say different things, with what each says."""
-    found = []
-    for arguments, mine, other, out in zip(sets, ours, theirs, left_out, strict=True):
-        if not out and bool(mine) != bool(other):
-            found.append(f"{arguments}: launch says {mine or 'fine'}, upstream {other or 'fine'}")
-    return found
+    """The sets that either launch or upstream refuses, with what each says."""
+    differences = []
+    for arguments, launch, upstream, is_left_out in zip(
+        sets, by_launch, by_upstream, left_out, strict=True
+    ):
+        if bool(launch) != bool(upstream) and not is_left_out:
+            differences.append(
+                f"{arguments}: launch says {launch or 'fine'}, upstream {upstream or 'fine'}"
+            )
+    return differences
 
 
 def bits(flags: Sequence[bool]) -> str:
     """One hexadecimal digit for four sets, the first set in its highest bit."""
-    text = "".join("01"[flag] for flag in flags)
-    return f"{int(text, 2):0{-(-len(flags) // 4)}x}"
+    text = "".join("1" if flag else "0" for flag in flags)
+    digits = math.ceil(len(flags) / 4)
+    return f"{int(text, 2):0{digits}x}"
 
 
 def flags(text: str, count: int) -> list[bool]:
     """The inverse of `bits`."""
-    return [digit == "1" for digit in f"{int(text, 16):0{count}b}"]
+    digits = f"{int(text, 16):0{count}b}"
+    return [digit == "1" for digit in digits]
 
 
 def digest(words: Any) -> str:
@@ -127,20 +130,16 @@ def digest(words: Any) -> str:
 
 
 def ask(backend: str, root: Path | None, requests: list[dict[str, Any]]) -> list[Any]:
-    """One answer to each request, after the description of the parsers; skips without packages."""
-    environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
-    environ |= {
-        "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "no",
-    }  # fmt: skip
+    """The description of the parsers, then an answer to each request; skips without packages."""
+    environ = {
+        **os.environ,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "no",
+    }
     if root is not None:
         environ["PYTHONPATH"] = str(root)
-    script = Path(__file__).with_name("real_parser.py")
-    done = subprocess.run(
-        [sys.executable, str(script), backend],
-        input="".join(f"{json.dumps(request)}\n" for request in requests),
-        env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode == 3:
-        pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    asked = ["describe", *requests]
+    return ask_process("real_parser.py", backend, requests=asked, environ=environ)

@@ -7,8 +7,11 @@ from typing import Any
 
 import made_runs
 import pytest
+import row_files
 import saved
 import yaml
+from answers import Ask
+from answers import ask as ask  # a fixture
 
 from launcher.artifacts import model_files
 from launcher.cli.commands.trained import find_model
@@ -62,9 +65,13 @@ def make_run(output: Path, name: str = NAME, *, backend: str = "trl", **argument
 def cut_off(run: Path) -> None:
     """Have a run not have come to its final save."""
     (run / "exit.json").unlink()
-    for name, word in {"console.log": "saved", "probe/rank-0.jsonl": '"end"'}.items():
-        lines = (run / name).read_text().splitlines(keepends=True)
-        (run / name).write_text("".join(line for line in lines if word not in line))
+    remove_lines(run / "console.log", "saved")
+    remove_lines(run / "probe" / "rank-0.jsonl", '"end"')
+
+
+def remove_lines(path: Path, word: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if word not in line))
 
 
 def make_adapter(folder: Path, **changes: object) -> Path:
@@ -80,18 +87,6 @@ def trained_model(folder: Path) -> TrainedModel:
     trained = model.of_folder(folder)
     assert trained is not None
     return trained
-
-
-def refusal(capsys: Capture, *words: str) -> dict[str, Any]:
-    """The first finding of a command that fails, with its exit code."""
-    code = main([*words, "--format", "json"])
-    answer = json.loads(capsys.readouterr().out)
-    assert not answer["ok"]
-    return {**answer["findings"][0], "exit": code}
-
-
-def chat_refusal(capsys: Capture, target: str) -> dict[str, Any]:
-    return refusal(capsys, "chat", target, "--prompt", "a")
 
 
 # Which model is found
@@ -136,47 +131,45 @@ def test_a_command_that_cannot_be_done(
     code: str,
     message: str,
     out: Path,
-    capsys: Capture,
+    ask: Ask,
 ) -> None:
     make(out)
-    finding = refusal(capsys, *words)
-    assert finding["exit"] == exit_code
-    assert finding["code"] == code
-    assert message in finding["message"]
+    answer = ask(*words)
+    assert answer.code == exit_code
+    assert answer.refusal["code"] == code
+    assert message in answer.refusal["message"]
 
 
-def test_a_run_without_a_final_model_names_its_checkpoints(out: Path, capsys: Capture) -> None:
+def test_a_run_without_a_final_model_names_its_checkpoints(out: Path, ask: Ask) -> None:
     for step in (4, 8):
         saved.trl(out, step)
     cut_off(make_run(out))
-    finding = chat_refusal(capsys, "last")
-    assert finding["code"] == "no-final-model"
-    assert finding["exit"] == 5
-    assert "checkpoint-4, checkpoint-8" in finding["help"]
-    assert "launch chat out/checkpoint-8" in finding["help"]
+    answer = ask("chat", "last", "--prompt", "a")
+    assert answer.code == 5
+    assert answer.refusal["code"] == "no-final-model"
+    assert "checkpoint-4, checkpoint-8" in answer.refusal["help"]
+    assert "launch chat out/checkpoint-8" in answer.refusal["help"]
 
 
-def test_checkpoints_that_hold_no_model_are_not_offered(out: Path, capsys: Capture) -> None:
+def test_checkpoints_that_hold_no_model_are_not_offered(out: Path, ask: Ask) -> None:
     saved.pinned(out, "step_4")
     cut_off(make_run(out, backend="open_instruct"))
-    help = chat_refusal(capsys, "last")["help"]
+    help = ask("chat", "last", "--prompt", "a").refusal["help"]
     assert "training states, no model: step_4" in help
     assert "launch chat" not in help
 
 
-def test_the_model_of_an_earlier_run_is_not_that_of_an_unfinished_one(
-    out: Path, capsys: Capture
-) -> None:
+def test_the_model_of_an_earlier_run_is_not_that_of_an_unfinished_one(out: Path, ask: Ask) -> None:
     saved.model(out)
     cut_off(make_run(out))
-    assert chat_refusal(capsys, "last")["code"] == "no-final-model"
+    assert ask("chat", "last", "--prompt", "a").refusal["code"] == "no-final-model"
 
 
-def test_a_bench_has_no_model(capsys: Capture) -> None:
+def test_a_bench_has_no_model(ask: Ask) -> None:
     folder = rundir.runs_root() / "20260101T000000Z-bench-a"
     folder.mkdir(parents=True)
     (folder / rundir.BENCH_RECORD).write_text("{}")
-    finding = chat_refusal(capsys, folder.name)
+    finding = ask("chat", folder.name, "--prompt", "a").refusal
     assert finding["code"] == "no-final-model"
     assert "leave no model" in finding["message"]
 
@@ -329,15 +322,17 @@ def test_a_card_has_the_licence_and_the_lineage_of_its_base(tmp_path: Path) -> N
     assert "licence of the base model is not known" not in text
 
 
-def test_a_card_of_somebody_else_is_never_written_over(out: Path, capsys: Capture) -> None:
+def test_a_card_of_somebody_else_is_never_written_over(
+    out: Path, ask: Ask, capsys: Capture
+) -> None:
     saved.model(out)
     make_run(out)
     readme = out / "README.md"
     readme.write_text("This model was trained with [TRL].\n")
-    finding = refusal(capsys, "card", "last")
-    assert finding["code"] == "card-exists"
-    assert finding["exit"] == 5
-    assert "written by TRL" in finding["message"]
+    answer = ask("card", "last")
+    assert answer.code == 5
+    assert answer.refusal["code"] == "card-exists"
+    assert "written by TRL" in answer.refusal["message"]
     push = steps_of(out).push
     assert "--replace" in push
     assert "--exclude README.before.md" in push
@@ -347,15 +342,14 @@ def test_a_card_of_somebody_else_is_never_written_over(out: Path, capsys: Captur
     assert (out / "README.before.md").read_text() == "This model was trained with [TRL].\n"
 
 
-def test_an_own_card_is_written_anew_until_somebody_edits_it(out: Path, capsys: Capture) -> None:
+def test_an_own_card_is_written_anew_until_somebody_edits_it(out: Path, ask: Ask) -> None:
     saved.model(out)
     make_run(out)
     for _ in range(2):
         assert main(["card", "last"]) == 0
-    capsys.readouterr()
     with (out / "README.md").open("a") as readme:
         readme.write("\nMy words.\n")
-    assert "edited" in refusal(capsys, "card", "last")["message"]
+    assert "edited" in ask("card", "last").refusal["message"]
     assert "My words." in (out / "README.md").read_text()
 
 
@@ -418,9 +412,8 @@ def test_a_row_without_a_prompt(row: dict[str, object]) -> None:
 
 def write_rows(path: Path, *texts: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        for text in texts:
-            stream.write(json.dumps({"messages": [user(text), *ANSWER]}) + "\n")
+    rows = [{"messages": [user(text), *ANSWER]} for text in texts]
+    path.write_bytes(row_files.lines(rows))
 
 
 def choose(count: int, **arguments: object) -> prompts.Prompts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, STAND_INS
-from real_answers import read_lines
+from recorded_events import read_lines
 from slurm_cluster import free_ports
 
 from launcher.machine import process as processes
@@ -148,12 +148,14 @@ class Training:
         stage = "dpo" if self.kind == "dpo" else "sft"
         words = [stage, str(path), *self.words, "--gpus", "0"]
         if self.ranks > 1:
-            address = f"127.0.0.1:{free_ports(1)[0]}"
-            words += ["--nodes", str(self.ranks), "--main-address", address]
+            (port,) = free_ports(1)
+            words += ["--nodes", str(self.ranks), "--main-address", f"127.0.0.1:{port}"]
         self.started = []
         earlier_attempts = self.attempts()
         for rank in range(self.ranks):
-            node = ["--node-rank", str(rank)] if self.ranks > 1 else []
+            node = []
+            if self.ranks > 1:
+                node = ["--node-rank", str(rank)]
             process = subprocess.Popen(
                 self.command(*words, *node), cwd=self.place, env=self.environment(), text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -251,8 +253,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
     folder = tmp_path_factory.mktemp("interrupted")
     shutil.copytree(demo_assets, folder / "build" / "demo")
     for kind in ("sft", "dpo"):
-        rows = folder / "build" / "demo" / "data" / kind / "train.jsonl"
-        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:ROWS]))
+        data = folder / "build" / "demo" / "data" / kind / "train.jsonl"
+        rows = data.read_text().splitlines(keepends=True)
+        data.write_text("".join(rows[:ROWS]))
     return folder
 
 

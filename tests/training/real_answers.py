@@ -1,6 +1,5 @@
 """What a command answered about a real training, and what the training recorded."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import answers
 import pytest
 import real_training
+from recorded_events import read_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,6 @@ def find_point(verdict: Any, name: str) -> Any:
     return next(point for point in verdict["points"] if point["name"] == name)
 
 
-def read_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def read_events(run: Path, name: str) -> list[Any]:
-    """The events of this name that the first rank recorded."""
-    records = read_lines(run / "probe" / "rank-0.jsonl")
-    return [record for record in records if record["event"] == name]
-
-
 def supplied(run: Path) -> set[str]:
     """What the probe put in place of something that a machine without a GPU lacks."""
-    return {event["what"] for event in read_events(run, "supplied")}
+    return {event["what"] for event in read_events(run / "probe", "supplied")}

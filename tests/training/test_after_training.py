@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, STAND_INS
-from real_answers import Answer, launch, read_lines, succeed
+from real_answers import Answer, launch, succeed
 from real_training import CONFIGS, needs_training
 from real_training import place as place  # a fixture
+from recorded_events import read_lines
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
@@ -117,9 +118,10 @@ def test_samples_hold_answers_before_and_after(whole: Answer) -> None:
 
 def test_the_validation_loss_stands_in_the_metrics(whole: Answer) -> None:
     rows = read_lines(whole.run / "metrics.jsonl")
-    names = {name for row in rows for name in row}
-    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
-    assert not [name for name in names if name.endswith(("_runtime", "_per_second"))]
+    evaluated = [row["step"] for row in rows if "eval_loss" in row]
+    assert evaluated == [2, 4]
+    for name in set().union(*rows):
+        assert not name.endswith(("_runtime", "_per_second"))
 
 
 def test_the_end_names_model_chat_server_and_hub(whole: Answer, adapted: Answer) -> None:
@@ -129,6 +131,11 @@ def test_the_end_names_model_chat_server_and_hub(whole: Answer, adapted: Answer)
     steps = adapted.data["next"]
     assert steps["chat"] == f"launch chat {adapted.run.name}"
     assert steps["serve"].startswith("vllm serve build/demo/whole --enable-lora --max-lora-rank 8")
+
+
+def first_answer(chat: Any, who: str = "model") -> str:
+    answer: str = chat["turns"][0][who]["text"]
+    return answer
 
 
 def test_a_run_answers_and_its_base_beside_it(place: Path, chat: Any) -> None:
@@ -148,12 +155,13 @@ def test_a_run_answers_and_its_base_beside_it(place: Path, chat: Any) -> None:
 def test_the_same_seed_draws_the_same_answer(place: Path, chat: Any) -> None:
     # the untrained model does not end an answer by itself
     words = ("chat", "build/demo/model", "--prompt", QUESTION, "--max-new-tokens", "8")
-    answers = []
+    drawn = []
     for _ in range(2):
-        drawn = succeed(place, *words, "--temperature", "1.5", "--seed", "1")
-        answers.append(drawn.data["turns"][0]["model"]["text"])
-    most_likely = chat["turns"][0]["base"]["text"]
-    assert answers[0] == answers[1] != most_likely
+        answer = succeed(place, *words, "--temperature", "1.5", "--seed", "1")
+        drawn.append(first_answer(answer.data))
+    most_likely = first_answer(chat, "base")
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != most_likely
 
 
 def test_a_model_without_a_template_continues_the_text_from_stdin(
@@ -235,16 +243,16 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(place: Path) -> None:
 def test_an_adapter_answers_and_its_base_does(place: Path, chat: Any, adapter_chat: Any) -> None:
     assert adapter_chat["adapter"]
     assert adapter_chat["base"]["name"] == str(place / "build/demo/whole")
-    base = adapter_chat["turns"][0]["base"]["text"]
-    assert base == chat["turns"][0]["model"]["text"]
+    assert first_answer(adapter_chat, "base") == first_answer(chat)
 
 
 def test_a_merged_adapter_answers_as_before(place: Path, merged: Answer, adapter_chat: Any) -> None:
-    assert merged.data["error"] <= merged.data["tolerance"] < merged.data["effect"]
-    assert merged.data["kept"] == pytest.approx(1, abs=0.01)
-    words = ("chat", "out/merged", "--prompt", QUESTION, *SHORT_ANSWER)
-    turn = succeed(place, *words).data["turns"][0]
-    assert turn["model"]["text"] == adapter_chat["turns"][0]["model"]["text"]
+    check = merged.data
+    assert check["error"] <= check["tolerance"] < check["effect"]
+    assert check["kept"] == pytest.approx(1, abs=0.01)
+
+    chat = succeed(place, "chat", "out/merged", "--prompt", QUESTION, *SHORT_ANSWER).data
+    assert first_answer(chat) == first_answer(adapter_chat)
 
 
 def test_a_merge_writes_a_whole_model_and_removes_what_a_killed_one_left(

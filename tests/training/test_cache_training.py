@@ -20,7 +20,8 @@ def place(demo_assets: Path, tmp_path: Path) -> Path:
     """A folder to launch from, with the demo's model and eight of its pairs."""
     shutil.copytree(demo_assets, tmp_path / "build" / "demo")
     data = tmp_path / DATA
-    data.write_text("".join(data.read_text().splitlines(keepends=True)[:8]))
+    rows = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(rows[:8]))
     return tmp_path
 
 
@@ -34,10 +35,17 @@ def write_with_old_times(path: Path, content: bytes) -> None:
 
 def start_dpo(place: Path, name: str) -> Answer:
     """Train one step; the run of each name has its own output folder."""
-    data = (f"mixer_list=[{DATA}, '1.0']", "batch.global=8", "batch.per_device=8")
-    words = ("model_name_or_path=build/demo/model", "max_train_steps=1", "expect.trend=any", *data)
     config = str(CONFIGS / "dpo_open_instruct.yaml")
-    return launch(place, "dpo", config, "--gpus", "0", *words, f"output_dir=out/{name}")
+    overrides = (
+        "model_name_or_path=build/demo/model",
+        f"mixer_list=[{DATA}, '1.0']",
+        f"output_dir=out/{name}",
+        "batch.global=8",
+        "batch.per_device=8",
+        "max_train_steps=1",
+        "expect.trend=any",
+    )
+    return launch(place, "dpo", config, "--gpus", "0", *overrides)
 
 
 def require(answer: Answer, *, dataset: str, reference: str) -> None:

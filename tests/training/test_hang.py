@@ -21,9 +21,9 @@ SAVES = ("save_strategy=steps", "save_steps=2")
 
 def find_process(run: Training, rank: int) -> int:
     """The process of a rank in the attempt that began last."""
-    lines = (run.folder / "probe" / f"rank-{rank}.jsonl").read_bytes().splitlines()
-    records = [rundir.parse_line(line) for line in lines]
-    starts = [record for record in records if record.get("event") == "start"]
+    record = run.folder / "probe" / f"rank-{rank}.jsonl"
+    events = [rundir.parse_line(line) for line in record.read_bytes().splitlines()]
+    starts = [event for event in events if event.get("event") == "start"]
     return int(starts[-1]["pid"])
 
 

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import row_files
 import yaml
 from fake_world import made
 from real_answers import Answer, find_point, launch, succeed
 from real_training import needs_training
 from real_training import place as place  # a fixture
+from row_files import Row
 
 from launcher.config.load import load
 
@@ -44,14 +46,19 @@ STEPS = 11
 TRAIN = ("sft", "mixture.yaml", "--gpus", "0")
 
 
+def demo_rows(place: Path) -> list[Row]:
+    lines = (place / "build/demo/data/sft/train.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.fixture(scope="module")
 def mixture(place: Path) -> Path:
     """The folder to launch from, with the stage file and its second data set, of two files."""
-    lines = (place / "build/demo/data/sft/train.jsonl").read_text().splitlines()
-    rows = [json.dumps({**json.loads(line), "source": "extra"}) + "\n" for line in lines[:50]]
-    (place / "extra").mkdir()
-    (place / "extra" / "a.jsonl").write_text("".join(rows[:20]))
-    (place / "extra" / "b.jsonl").write_text("".join(rows[20:]))
+    rows = [{**row, "source": "extra"} for row in demo_rows(place)[:50]]
+    folder = place / "extra"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(row_files.lines(rows[:20]))
+    (folder / "b.jsonl").write_bytes(row_files.lines(rows[20:]))
     (place / "mixture.yaml").write_text(STAGE)
     return place
 
@@ -112,10 +119,13 @@ def test_each_attempt_has_a_file_of_its_own(tmp_path: Path) -> None:
         config = world.config(dataset_name=None, datasets=[{"path": "data"}], test_split_size=12)
         for _ in range(2):
             world.trained(str(config), steps=("exit=3",))
-        (run,) = world.runs.iterdir()
-        assert (run / "trainer.2.yaml").read_text() == (run / "trainer.yaml").read_text()
         argv = json.loads((world.root / "argv.json").read_text())
-        assert argv[argv.index("--config") + 1] == str(run / "trainer.2.yaml")
+        (run,) = world.runs.iterdir()
+        first = run / "trainer.yaml"
+        second = run / "trainer.2.yaml"
+        assert second.read_text() == first.read_text()
+        place = argv.index("--config")
+        assert argv[place + 1] == str(second)
 
 
 def test_a_preview_numbers_the_rows_of_all_sets(mixture: Path) -> None:
@@ -124,7 +134,9 @@ def test_a_preview_numbers_the_rows_of_all_sets(mixture: Path) -> None:
     (row,) = preview["rows"]
     assert row["row"] == 61
     # the first row of the second set, which has the last 40 of 50 rows
-    lines = (mixture / "build/demo/data/sft/train.jsonl").read_text().splitlines()
-    question = json.loads(lines[10])["messages"][0]["content"]
-    text = "".join(piece["text"] for section in row["sections"] for piece in section["pieces"])
+    question = demo_rows(mixture)[10]["messages"][0]["content"]
+    text = ""
+    for section in row["sections"]:
+        for piece in section["pieces"]:
+            text += piece["text"]
     assert question.splitlines()[0] in text

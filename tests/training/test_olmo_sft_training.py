@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from real_answers import Answer, launch, read_events, succeed, supplied
+from real_answers import Answer, launch, succeed, supplied
 from real_training import needs_open_instruct, needs_training
+from recorded_events import read_events
 
 pytestmark = [pytest.mark.slow, *needs_training, needs_open_instruct]
 
@@ -96,7 +97,9 @@ def test_its_steps_are_those_of_the_packed_rows_and_planned(trained: Answer) -> 
     manifest = json.loads((trained.run / "run.json").read_text())
     plan = manifest["plan"]
     # none is half full
-    assert plan["steps"] == len(read_events(trained.run, "step")) == plan["rows"] // 8
+    steps = read_events(trained.run / "probe", "step")
+    assert len(steps) == plan["steps"]
+    assert plan["steps"] == plan["rows"] // 8
     assert manifest["script"] == "sft_olmo_core"
 
 
@@ -105,7 +108,7 @@ def test_it_writes_a_model_of_transformers_with_the_trained_weights(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (export,) = read_events(trained.run, "export")
+    (export,) = read_events(trained.run / "probe", "export")
     assert export["state"] == "agrees"
     written = project / "out/hf_model"
     assert AutoModelForCausalLM.from_pretrained(written).config.num_hidden_layers == 4

@@ -39,9 +39,13 @@ def start_soak(kind: str, work: Path) -> Soak:
     words = [kind, "--kills", "1", "--work", str(work), "--out", str(work / "soak.json")]
     path = os.pathsep.join([STAND_INS, *sys.path])
     process = subprocess.Popen(
-        [sys.executable, str(script), *words], cwd=work, env={**os.environ, "PYTHONPATH": path},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, str(script), *words],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     return Soak(process, work)
 
 

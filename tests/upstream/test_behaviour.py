@@ -14,12 +14,12 @@ from launcher.upstream.source.packages import Sources
 
 SCRIPTS = [key for key, entry in STAGES.items() if not entry.behaves_as]
 """Scripts with behaviours of their own; the others share those of one of these."""
-BEGINNINGS = [known for known in BEHAVIOURS if known.since]
-ENDS = [known for known in BEHAVIOURS if known.until]
+BEGINNINGS = [change for change in BEHAVIOURS if change.since]
+ENDS = [change for change in BEHAVIOURS if change.until]
 
 
-def name_of(known: Behaviour) -> str:
-    return known.name
+def name_of(change: Behaviour) -> str:
+    return change.name
 
 
 def read_at(repository: Repository, revision: str, key: str) -> dict[str, bool | None]:
@@ -36,18 +36,20 @@ def history() -> Repository:
     return Repository(checkouts.require(checkouts.NEWEST))
 
 
-@pytest.mark.parametrize("known", BEGINNINGS, ids=name_of)
-def test_a_behaviour_begins_with_its_commit(history: Repository, known: Behaviour) -> None:
-    for key in known.scripts:
-        assert read_at(history, f"{known.since}^", key)[known.name] is False, key
-        assert read_at(history, str(known.since), key)[known.name] is True, key
+@pytest.mark.parametrize("change", BEGINNINGS, ids=name_of)
+def test_a_behaviour_begins_with_its_commit(history: Repository, change: Behaviour) -> None:
+    for key in change.scripts:
+        before = read_at(history, f"{change.since}^", key)
+        after = read_at(history, str(change.since), key)
+        assert (before[change.name], after[change.name]) == (False, True), key
 
 
-@pytest.mark.parametrize("known", ENDS, ids=name_of)
-def test_a_behaviour_ends_with_its_commit(history: Repository, known: Behaviour) -> None:
-    for key in known.scripts:
-        assert read_at(history, f"{known.until}^", key)[known.name] is True, key
-        assert read_at(history, str(known.until), key)[known.name] is False, key
+@pytest.mark.parametrize("change", ENDS, ids=name_of)
+def test_a_behaviour_ends_with_its_commit(history: Repository, change: Behaviour) -> None:
+    for key in change.scripts:
+        before = read_at(history, f"{change.until}^", key)
+        after = read_at(history, str(change.until), key)
+        assert (before[change.name], after[change.name]) == (True, False), key
 
 
 @pytest.mark.parametrize("commit_name", checkouts.COMMITS)
@@ -55,7 +57,7 @@ def test_a_behaviour_ends_with_its_commit(history: Repository, known: Behaviour)
 def test_every_behaviour_is_known_at_a_known_commit(commit_name: str, key: str) -> None:
     source = locate.locate("open_instruct", checkout=checkouts.require(commit_name))
     behaviours = locate.load_schema(source, key, allow_unpinned=True).behaviours
-    assert behaviours.keys() == set(map(name_of, behaviour.of_script(key)))
+    assert behaviours.keys() == {entry.name for entry in behaviour.of_script(key)}
     assert None not in behaviours.values()
 
 
@@ -66,9 +68,9 @@ def test_the_history_says_what_the_source_shows(
 ) -> None:
     by_history = behaviour.completed({}, key, history, revision)
     by_source = read_at(history, revision, key)
-    for known in behaviour.of_script(key):
-        if known.since or known.until:
-            assert by_history[known.name] == by_source[known.name], known.name
+    for change in behaviour.of_script(key):
+        if change.since or change.until:
+            assert by_history[change.name] == by_source[change.name], change.name
 
 
 def test_a_source_that_shows_neither_form_is_not_guessed_at(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def fields_of(write: Write, body: str, *, takes_none: bool = False) -> dict[str,
 def field_of(write: Write, field: str, *, takes_none: bool = False) -> Field:
     """The only field of a dataclass."""
     body = f"@dataclass\nclass A:\n    {field}\n"
-    (known,) = fields_of(write, body, takes_none=takes_none).values()
-    return known
+    (only,) = fields_of(write, body, takes_none=takes_none).values()
+    return only
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ class A:
 def test_choices_of_literals_enums_and_metadata(
     name: str, kind: str, choices: tuple[Any, ...], default: Any, write: Write
 ) -> None:
-    known = fields_of(write, CHOICES)[name]
-    assert (known.kind, known.choices) == (kind, choices)
-    assert known.default == default
+    field = fields_of(write, CHOICES)[name]
+    assert (field.kind, field.choices) == (kind, choices)
+    assert field.default == default
 
 
 def test_an_enum_of_another_package(write: Write) -> None:
@@ -110,9 +110,12 @@ def test_an_enum_of_another_package(write: Write) -> None:
     other = package_of(write, "other", deep="class Kind(enum.StrEnum):\n    a = 'x'\n")
     classes = [("pkg.mod", "A")]
 
-    by_source = read_fields(Sources({"pkg": package, "other": other}), classes, {})["k"]
-    by_table = read_fields(Sources({"pkg": package}), classes, {"other.deep.Kind": ["x"]})["k"]
-    unknown = read_fields(Sources({"pkg": package}), classes, {})["k"]
+    alone = Sources({"pkg": package})
+    both = Sources({"pkg": package, "other": other})
+
+    by_source = read_fields(both, classes, {})["k"]
+    by_table = read_fields(alone, classes, {"other.deep.Kind": ["x"]})["k"]
+    unknown = read_fields(alone, classes, {})["k"]
 
     assert (by_source.kind, by_source.choices) == ("choice", ("x",))
     assert by_table == by_source
@@ -248,7 +251,7 @@ def test_inheritance_over_files_has_the_order_of_python(write: Write) -> None:
 
     fields = read_fields(Sources({"pkg": Folder(root)}), [("pkg.sub.mod", "A")], {})
 
-    assert [(known.name, known.default, known.owner) for known in fields.values()] == [
+    assert [(field.name, field.default, field.owner) for field in fields.values()] == [
         ("a", "right", "Right"),
         ("b", 20, "Left"),
         ("d", 4, "Right"),

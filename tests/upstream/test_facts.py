@@ -65,11 +65,12 @@ def cache_entries() -> list[Path]:
 
 
 def test_facts_survive_json(root: Path) -> None:
-    known = read_facts(root, "sft")
-    schema = schema_of(known)
-    assert schema == schema_of(json.loads(json.dumps(known)))
-    (read,) = schema.path.reads["lora_rank"]
-    assert read.when == ("not cache_dataset_only", "use_lora")
+    read = read_facts(root, "sft")
+    schema = schema_of(read)
+    kept = json.loads(json.dumps(read))
+    assert schema_of(kept) == schema
+    (place,) = schema.path.reads["lora_rank"]
+    assert place.when == ("not cache_dataset_only", "use_lora")
     assert {"open_instruct/finetune.py", "open_instruct/helper.py"} <= set(schema.digests)
 
 
@@ -180,11 +181,11 @@ def test_a_changed_file_is_read_again(
 def test_a_damaged_entry_is_replaced(
     content: bytes, ask: Ask, stages_read: list[Sequence[str]]
 ) -> None:
-    known = ask()
+    before = ask()
     (entry,) = cache_entries()
     entry.write_bytes(content)
-    assert ask() == known
-    assert ask() == known
+    assert ask() == before
+    assert ask() == before
     assert len(stages_read) == 2
 
 

@@ -16,6 +16,10 @@ from launcher.upstream.trainers import BACKENDS
 
 SFT = "open_instruct/finetune.py"
 DPO = "open_instruct/dpo_tune_cache.py"
+SETTINGS = (
+    "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main",
+    "-c", "commit.gpgsign=false",
+)  # fmt: skip
 TRANSFORMATION = "open_instruct/dataset_transformation.py"
 
 
@@ -36,8 +40,7 @@ class Checkout:
     def git(self, *words: str) -> str:
         day = f"2031-01-{len(self.commits) + 1:02}T12:00:00+0000"
         environ = {**os.environ, "GIT_COMMITTER_DATE": day, "GIT_AUTHOR_DATE": day}
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-        command = ["git", *identity, "-c", "commit.gpgsign=false", "-C", str(self.root), *words]
+        command = ["git", "-C", str(self.root), *SETTINGS, *words]
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
         return done.stdout.strip()
 
@@ -76,9 +79,11 @@ def repo(tmp_path: Path) -> Checkout:
 @pytest.mark.parametrize("backend", ["open_instruct", "trl"])
 def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
     """An argument that is there was last added; one that went away is not there."""
-    fields = {key.partition(".")[2] for key in locate.snapshot(backend)["stages"][stage]}
+    keys = locate.snapshot(backend)["stages"][stage]
+    fields = {key.partition(".")[2] for key in keys}
+    script = BACKENDS[backend].STAGES[stage].script
     newest: dict[str, ArgumentChange] = {}
-    for change in history.events(BACKENDS[backend].STAGES[stage].script):
+    for change in history.events(script):
         newest.setdefault(change.key, change)
     gone = {key for key, change in newest.items() if change.gone}
     assert gone.isdisjoint(fields)
@@ -160,8 +165,9 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     repo.commit("Start", {SFT: script(RATE)})
     repo.commit("Note", {SFT: script(RATE) + "# note\n"})
     repo.commit("Add", {SFT: script(RATE, COUNT)})
-    repo.git("clone", "-q", "--depth", "2", f"file://{repo.root}", str(tmp_path / "shallow"))
-    shallow = Checkout(tmp_path / "shallow", repo.commits)
+    folder = tmp_path / "shallow"
+    repo.git("clone", "-q", "--depth", "2", f"file://{repo.root}", str(folder))
+    shallow = Checkout(folder, repo.commits)
 
     assert shallow.last_change("count") == "added in commit 2"
     assert shallow.changes_of("lr") == history.changes_of_argument("lr", SFT)
@@ -197,10 +203,10 @@ def test_git_finds_what_the_table_holds(checkout: Path) -> None:
         if change.date <= "2026-01-14" or not change.gone:
             continue
         count += 1
-        found = set()
+        matches = set()
         for other in history.find(repository, change.key, DPO, base, PIN):
-            found.add((other.what, other.to, other.commit))
-        if (change.what, change.to, change.commit) not in found:
+            matches.add((other.what, other.to, other.commit))
+        if (change.what, change.to, change.commit) not in matches:
             missed.add(change.key)
     assert count > 15
     # the same commit adds a parameter of the one's name; the other is found by how it is read

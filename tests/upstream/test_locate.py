@@ -243,7 +243,10 @@ def test_the_snapshot_has_every_name_that_launch_uses(backend: str, stage: str) 
     used |= {names.epochs, names.max_steps, names.max_length, names.logging_steps, names.liger}
     if names.packing:
         used.add(names.packing)
-    assert used | entry.splits | entry.hints.keys() | entry.derived.keys() <= fields.keys()
+    used |= entry.splits
+    used |= entry.hints.keys()
+    used |= entry.derived.keys()
+    assert used <= fields.keys()
     for key, moved in entry.moved.items():
         assert key not in fields
         assert moved.to is None or moved.to in fields
@@ -307,15 +310,17 @@ def test_the_commit_of_a_checkout_decides_which_facts_are_used(
 
 def test_packages_may_lie_in_several_places(tmp_path: Path) -> None:
     """A user's own site-packages beside the system's: each package has its own folder."""
-    for name, site in (("trl", "mine"), ("transformers", "theirs")):
-        (tmp_path / site / name).mkdir(parents=True)
-        (tmp_path / site / name / "__init__.py").touch()
-        (tmp_path / site / f"{name}-9.1.dist-info").mkdir()
+    mine = tmp_path / "mine"
+    theirs = tmp_path / "theirs"
+    for site, name in ((mine, "trl"), (theirs, "transformers")):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").touch()
+        (site / f"{name}-9.1.dist-info").mkdir()
 
-    source = locate.locate("trl", search=[tmp_path / "mine", tmp_path / "theirs"])
+    source = locate.locate("trl", search=[mine, theirs])
 
-    assert source.root == tmp_path / "mine"
-    assert source.packages["transformers"] == Folder(tmp_path / "theirs" / "transformers")
+    assert source.root == mine
+    assert source.packages["transformers"] == Folder(theirs / "transformers")
     assert source.version == "trl 9.1, transformers 9.1"
 
 

@@ -326,9 +326,8 @@ OWN_START = "args, = HfArgumentParser((Options,)).parse_args_into_dataclasses()\
     ],
 )
 def test_what_post_init_only_puts_back_is_not_read(tmp_path: Path, lines: str, read: bool) -> None:
-    path = path_of(
-        tmp_path, POST_INIT.format(body=f"        {lines}"), start=OWN_START, fields=["a", "b", "c"]
-    )
+    body = POST_INIT.format(body=f"        {lines}")
+    path = path_of(tmp_path, body, start=OWN_START, fields=["a", "b", "c"])
     assert bool(path.reads["a"]) == read
 
 
@@ -492,9 +491,10 @@ def check(o):
 def main(args):
     {lines}
 """
-    path = path_of(tmp_path, body)
-    assert sorted((r.when, r.error) for r in path.refusals) == sorted(expected)
-    assert not any(r.parsing for r in path.refusals)
+    refusals = path_of(tmp_path, body).refusals
+    conditions = [(refusal.when, refusal.error) for refusal in refusals]
+    assert sorted(conditions) == sorted(expected)
+    assert not any(refusal.parsing for refusal in refusals)
 
 
 def test_a_refusal_of_post_init_is_the_parsers(tmp_path: Path) -> None:
@@ -627,11 +627,11 @@ if __name__ == "__main__":
     sources = package(tmp_path, {"main.py": start})
     classes = reads.entry_classes(sources, "pkg/main.py")
     declared = read_fields(sources, classes, {})
-    given = reads.with_own_defaults(sources, "pkg/main.py", declared)
+    fields = reads.with_own_defaults(sources, "pkg/main.py", declared)
 
     changed = {}
-    for name, known in given.items():
-        if known != declared[name]:
-            changed[name] = known.default
+    for name, field in fields.items():
+        if field != declared[name]:
+            changed[name] = field.default
     assert changed == {"a": True, "c": 5, "d": None, "names": ["x"]}
-    assert given["d"].default_text == "compute()"
+    assert fields["d"].default_text == "compute()"

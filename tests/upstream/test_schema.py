@@ -134,7 +134,7 @@ def test_the_flag_that_argparse_takes_a_key_for(key: str, flag: OptionString | N
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "value"),
+    ("name", "word", "value"),
     [
         ("max_steps", "8", 8),
         ("rate", "x", 1.0),
@@ -144,8 +144,8 @@ def test_the_flag_that_argparse_takes_a_key_for(key: str, flag: OptionString | N
         ("mixer", "", {}),
     ],
 )
-def test_a_value_is_typed_or_else_the_default(name: str, given: Any, value: Any) -> None:
-    assert Values(SCHEMA, {name: given})[name] == value
+def test_a_value_is_typed_or_else_the_default(name: str, word: Any, value: Any) -> None:
+    assert Values(SCHEMA, {name: word})[name] == value
 
 
 def test_values_know_which_of_them_were_given() -> None:

@@ -66,8 +66,9 @@ class Run:
 
     def rank(self, number: int, *events: Event, world: int = 1) -> Run:
         start = {"event": "start", "rank": number, "world": world, "attempt": 1}
-        lines = [json.dumps(event) + "\n" for event in (start, *events)]
-        (self.folder / "probe" / f"rank-{number}.jsonl").write_text("".join(lines))
+        lines = [json.dumps(event) for event in (start, *events)]
+        record = self.folder / "probe" / f"rank-{number}.jsonl"
+        record.write_text("\n".join([*lines, ""]))
         return self
 
     def ranks(self, *records: Sequence[Event] | None) -> Run:
@@ -77,8 +78,8 @@ class Run:
                 self.rank(number, *events, world=len(records))
         return self
 
-    def exit(self, code: int, number: int | None = None, stopped: int | None = None) -> Run:
-        values = {"returncode": code, "signal": number, "stopped": stopped, "attempt": 1}
+    def exit(self, code: int, number: int | None = None) -> Run:
+        values = {"returncode": code, "signal": number, "stopped": None, "attempt": 1}
         (self.folder / "exit.json").write_text(json.dumps(values))
         return self
 

@@ -110,7 +110,8 @@ def unfinished_run(folder: Path, **identity: object) -> RunFolder:
     run.console(1).write_text(UNFINISHED)
     run.manifest.write_text('{"stage": "sft", "expect": {}}')
     own = process.identify(os.getpid()).as_json()
-    run.process.write_text(json.dumps({**own, "mark": str(folder), **identity}))
+    record = {**own, "mark": str(folder), **identity}
+    run.process.write_text(json.dumps(record))
     return run
 
 
@@ -253,18 +254,18 @@ def test_a_log_may_come_through_a_pipe(tmp_path: Path, is_named: bool) -> None:
     assert files == {target if is_named else "/dev/stdin"}
 
 
-WITH_A_SPIKE = [2.5 - n / 20 for n in range(20)]
-WITH_A_SPIKE[11] += 90
+FALLING = [2.5 - n / 20 for n in range(20)]
+WITH_A_SPIKE = [*FALLING[:11], 92.0, *FALLING[12:]]
 
 
 @pytest.mark.parametrize(
     ("losses", "state", "ok"),
     [
-        ([2.5 - n / 20 for n in range(20)], "falling", True),
-        ([2.5 + n / 20 for n in range(20)], "rising", False),
+        (FALLING, "falling", True),
+        (FALLING[::-1], "rising", False),
         ([2.55, 2.45] * 10, "flat", False),
         ([2.5 - n / 1e5 for n in range(20)], "flat", False),
-        ([2.5 - n / 20 for n in range(7)], "too_short", None),
+        (FALLING[:7], "too_short", None),
         (WITH_A_SPIKE, "falling", True),
     ],
 )
@@ -332,7 +333,8 @@ def test_finish_by_the_log(tmp_path: Path, content: str, state: str, reason: str
     ok = {"completed": True, "running": None}.get(state, False)
     assert brief(point) == (state, ok)
     assert point.detail.get("reason") == reason
-    assert ("help" in point.detail) == (reason is not None)
+    has_help = "help" in point.detail
+    assert has_help is (reason is not None)
 
 
 @pytest.mark.parametrize(

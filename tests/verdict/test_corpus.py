@@ -15,8 +15,46 @@ from launcher.errors import InvalidConfig
 from launcher.verdict.check import Point, Verdict, judge_log
 
 CORPUS = REPOSITORY / "tests" / "corpus"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What truly happened in a log: truth.yaml says what each of these is."""
+
+    made: str
+    hardware: str
+    good: bool
+    stage: str | None
+    memory: str
+    steps: int | list[int]
+    finish: str = "running"
+    loss: str | None = None
+    liger: str | None = None
+    packing: str | None = None
+    attention: str | None = None
+    dataset_cache: str | None = None
+    reference_cache: str | None = None
+    trend: str | None = None
+    error: str | None = None
+    says: str = ""
+    reason: str | None = None
+    signal: str | None = None
+    unseen: bool = False
+    attempts: int | None = None
+    earlier_fails: bool = False
+    crash_as_data: bool = False
+
+    @property
+    def possible_steps(self) -> range:
+        """The optimizer steps that the log can show: several where the end is not in it."""
+        if isinstance(self.steps, int):
+            return range(self.steps, self.steps + 1)
+        first, last = self.steps
+        return range(first, last + 1)
+
+
 TRUTH: Mapping[str, Any] = yaml.safe_load((CORPUS / "truth.yaml").read_text(encoding="utf-8"))
-LOGS: Mapping[str, Mapping[str, Any]] = TRUTH["logs"]
+LOGS = {name: Truth(**truth) for name, truth in TRUTH["logs"].items()}
 
 # A claim, and of what it may be made. `unknown` and its like claim nothing.
 HOLDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -43,20 +81,20 @@ def claim_of(point: Point) -> str | None:
     return point.state
 
 
-def contradictions(verdict: Verdict, truth: Mapping[str, Any]) -> list[str]:
+def contradictions(verdict: Verdict, truth: Truth) -> list[str]:
     """What the verdict claims and is not so."""
     problems = []
-    if verdict.status == "pass" and not truth["good"]:
+    if verdict.status == "pass" and not truth.good:
         problems.append("false pass")
-    if verdict.status == "fail" and truth["good"]:
+    if verdict.status == "fail" and truth.good:
         problems.append("false fail")
-    if verdict.stage not in (None, truth["stage"]):
+    if verdict.stage not in (None, truth.stage):
         problems.append(f"stage {verdict.stage}")
-    if verdict.steps is not None and verdict.steps not in steps_of(truth):
-        problems.append(f"steps {verdict.steps}, not {truth['steps']}")
+    if verdict.steps is not None and verdict.steps not in truth.possible_steps:
+        problems.append(f"steps {verdict.steps}, not {truth.steps}")
     for point in verdict.points:
         claim = claim_of(point)
-        true = truth.get(point.name)
+        true = getattr(truth, point.name, None)
         if claim is None or true is None:
             continue
         if true not in HOLDS.get(point.name, {}).get(claim, (claim,)):
@@ -80,12 +118,11 @@ def claimed_end(verdict: Verdict) -> End:
     return End(finish.state, detail.get("reason"), detail.get("signal"), error_of(verdict)["type"])
 
 
-def true_end(truth: Mapping[str, Any]) -> End:
+def true_end(truth: Truth) -> End:
     """What a log shows of it: one that does not show its end is that of a run that goes on."""
-    if truth.get("unseen"):
+    if truth.unseen:
         return End("running", None, None, None)
-    state = truth.get("finish", "running")
-    return End(state, truth.get("reason"), truth.get("signal"), truth.get("error"))
+    return End(truth.finish, truth.reason, truth.signal, truth.error)
 
 
 def error_of(verdict: Verdict) -> Mapping[str, Any]:
@@ -93,25 +130,23 @@ def error_of(verdict: Verdict) -> Mapping[str, Any]:
     return error if isinstance(error, Mapping) else {"type": None, "message": ""}
 
 
-def misnamed(verdict: Verdict, truth: Mapping[str, Any]) -> list[str]:
+def misnamed(verdict: Verdict, truth: Truth) -> list[str]:
     """Wrong reasons for the end."""
     problems = []
     end = claimed_end(verdict)
     for name in ("reason", "signal", "error"):
         claim = getattr(end, name)
-        if claim is not None and claim != truth.get(name):
-            problems.append(f"{name} is {truth.get(name)}, not {claim}")
+        true = getattr(truth, name)
+        if claim is not None and claim != true:
+            problems.append(f"{name} is {true}, not {claim}")
     message = error_of(verdict)["message"]
-    if end.error and truth.get("says", "") not in message:
+    if end.error and truth.says not in message:
         problems.append(f"the message is not {message}")
     return problems
 
 
-def steps_of(truth: Mapping[str, Any]) -> range:
-    """The optimizer steps that the log can show: several where the end is not in it."""
-    steps = truth["steps"]
-    first, last = steps if isinstance(steps, list) else (steps, steps)
-    return range(first, last + 1)
+def content_of(name: str) -> bytes:
+    return (CORPUS / f"{name}.log").read_bytes()
 
 
 @cache
@@ -122,7 +157,7 @@ def judged(name: str) -> Verdict:
 def test_every_log_has_its_truth() -> None:
     assert {path.stem for path in CORPUS.glob("*.log")} == set(LOGS)
     assert len(LOGS) >= 30
-    assert {truth["stage"] for truth in LOGS.values()} == {"sft", "dpo", None}
+    assert {truth.stage for truth in LOGS.values()} == {"sft", "dpo", None}
 
 
 @pytest.mark.parametrize("name", LOGS)
@@ -132,7 +167,7 @@ def test_no_verdict_contradicts_what_happened(name: str) -> None:
     truth = LOGS[name]
     assert contradictions(verdict, truth) == []
     assert claimed_end(verdict) == true_end(truth)
-    steps = steps_of(truth)
+    steps = truth.possible_steps
     assert steps[-1] == 0 or (verdict.steps or 0) in steps
 
 
@@ -204,9 +239,10 @@ CARRIERS: Mapping[str, Callable[[bytes], bytes]] = {
 def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path) -> None:
     """A third of the logs each: every log meets three or four carriers."""
     third = list(CARRIERS).index(carrier) % 3
+    carry = CARRIERS[carrier]
+    path = tmp_path / "console.log"
     for name in list(LOGS)[third::3]:
-        path = tmp_path / f"{name}.log"
-        path.write_bytes(CARRIERS[carrier]((CORPUS / f"{name}.log").read_bytes()))
+        path.write_bytes(carry(content_of(name)))
         verdict = judged_or_refused(path)
         assert verdict is None or contradictions(verdict, LOGS[name]) == [], name
 
@@ -225,13 +261,14 @@ def test_the_beginning_of_a_log_is_not_taken_for_the_whole(part: int, tmp_path: 
     path = tmp_path / "console.log"
     for name in list(LOGS)[part::8]:
         truth = LOGS[name]
-        content = (CORPUS / f"{name}.log").read_bytes()
-        may_pass = judged(name).status == "pass" or truth.get("attempts")
+        content = content_of(name)
+        may_pass = judged(name).status == "pass" or truth.attempts
         # cut off within a sample of training data that is a crash, or behind an attempt that
         # failed, a log does end like a crash
-        may_fail = truth.get("crash_as_data") or truth.get("earlier_fails") or not truth["good"]
+        may_fail = truth.crash_as_data or truth.earlier_fails or not truth.good
         for share in (2, 5, 8, 10):
-            path.write_bytes(content[: len(content) * share // 12])
+            length = len(content) * share // 12
+            path.write_bytes(content[:length])
             verdict = judged_or_refused(path)
             if verdict is not None:
                 assert may_pass or verdict.status != "pass", (name, share)
@@ -244,7 +281,7 @@ def test_the_end_of_a_log_proves_no_more_than_the_whole(part: int, tmp_path: Pat
     path = tmp_path / "console.log"
     for name in list(LOGS)[part::8]:
         truth = LOGS[name]
-        content = (CORPUS / f"{name}.log").read_bytes()
+        content = content_of(name)
         for share in (2, 8):
             _, _, end = content[-len(content) // share :].partition(b"\n")
             path.write_bytes(end)
@@ -252,14 +289,15 @@ def test_the_end_of_a_log_proves_no_more_than_the_whole(part: int, tmp_path: Pat
             if verdict is None:
                 continue
             case = (name, share, verdict)
-            assert verdict.status != ("fail" if truth["good"] else "pass"), case
+            false_status = "fail" if truth.good else "pass"
+            assert verdict.status != false_status, case
             # of TRL's a cut before the first bar cannot be seen
             shows_start = b"\r  0%|          | 0/" in end
             may_pass = shows_start or judged(name).status == "pass"
             assert may_pass or verdict.status != "pass", case
-            assert verdict.stage in (None, truth["stage"]), case
+            assert verdict.stage in (None, truth.stage), case
             cache = verdict.point("dataset_cache").state
-            assert cache in ("unknown", truth.get("dataset_cache")), case
+            assert cache in ("unknown", truth.dataset_cache), case
 
 
 OPEN_INSTRUCT_LOGS = (
@@ -277,6 +315,5 @@ def test_logs_one_after_the_other_are_the_last_run(second: str, tmp_path: Path) 
     for first in earlier:
         if first == second:
             continue
-        logs = [(CORPUS / f"{name}.log").read_bytes() for name in (first, second)]
-        path.write_bytes(b"".join(logs))
+        path.write_bytes(content_of(first) + content_of(second))
         assert contradictions(judge_log(path), LOGS[second]) == [], first

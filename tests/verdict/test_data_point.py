@@ -20,6 +20,10 @@ def falling_steps(count: int = 50) -> list[Event]:
     return [step(number, 2.0 - number / 1000) for number in range(1, count + 1)]
 
 
+def steps_beginning_at(loss: float) -> list[Event]:
+    return [step(1, loss), *falling_steps()[1:]]
+
+
 def rows_event(read: int = 200, kept: int = 200) -> Event:
     """The rows that were read, and those that were left after a filter."""
     event: Event = {"event": "data_rows", "given": read, "kept": kept, "max_length": 128}
@@ -33,6 +37,15 @@ def batches_event(**counts: Any) -> Event:
     first = {"rows": 32, "ended": 32}
     none = dict.fromkeys(("pairs", "rows", "unlabelled", "equal_pairs", "full_rows"), 0)
     return {"event": "data", "micro_batches": 50, "first": first, **none, **counts}
+
+
+def rows_read(count: int, **counts: int) -> dict[str, Any]:
+    """Of the first micro-batches, whose rows are read one by one."""
+    return {"first": {"rows": count, **counts}}
+
+
+def pairs_read(**counts: int) -> dict[str, Any]:
+    return rows_read(32, ended=32, pairs=16, searched=16, **counts)
 
 
 def data_point(run: Run, *events: Event, stage: str = "sft") -> Point:
@@ -76,9 +89,6 @@ def test_an_older_record_says_nothing_of_its_data(run: Run) -> None:
     assert "data" not in {point.name for point in run.judge().points}
 
 
-READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
-
-
 @pytest.mark.parametrize(
     ("counts", "ok", "words"),
     [
@@ -88,15 +98,15 @@ READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
         ({"pairs": 96, "equal_pairs": 96}, False, "equal in 96 of 96 pairs"),
         ({"pairs": 96, "equal_pairs": 12}, None, "equal in 12 of 96 pairs"),
         ({"pairs": 96, "equal_pairs": 1}, True, ""),
-        ({"first": {**READ, "prompt_twice": 16}}, None, "hold their prompt twice"),
-        ({"first": {**READ, "promptless": 16}}, None, "have no prompt"),
-        ({"first": {**READ, "empty": 4}}, None, "4 of 16 pairs that were read have an empty"),
-        ({"first": {**READ, "begun_twice": 32}}, None, "begin with two BOS tokens"),
-        ({"first": {"rows": 32, "endless": 32}}, None, "train no end token"),
-        ({"first": {"rows": 32, "ended": 30, "endless": 2}}, True, ""),
-        ({"first": {"rows": 32, "ended": 8, "cut": 24}}, None, "are cut at the maximal length"),
+        (pairs_read(prompt_twice=16), None, "hold their prompt twice"),
+        (pairs_read(promptless=16), None, "have no prompt"),
+        (pairs_read(empty=4), None, "4 of 16 pairs that were read have an empty"),
+        (pairs_read(begun_twice=32), None, "begin with two BOS tokens"),
+        (rows_read(32, endless=32), None, "train no end token"),
+        (rows_read(32, ended=30, endless=2), True, ""),
+        (rows_read(32, ended=8, cut=24), None, "are cut at the maximal length"),
         # of too few rows nothing is said
-        ({"first": {"rows": 2, "endless": 2}}, True, ""),
+        (rows_read(2, endless=2), True, ""),
     ],
 )
 def test_batches_that_cannot_train_what_was_meant(
@@ -104,7 +114,8 @@ def test_batches_that_cannot_train_what_was_meant(
 ) -> None:
     write_plan(run)
     point = data_point(run, rows_event(), batches_event(**counts), *falling_steps())
-    assert brief(point) == ("as_planned" if ok else "suspect", ok)
+    state = "as_planned" if ok else "suspect"
+    assert brief(point) == (state, ok)
     assert words in advice(point)
 
 
@@ -126,17 +137,18 @@ def test_the_first_loss_of_a_sigmoid_dpo_is_ln_2(
     run: Run, first: float, args: dict[str, Any], ok: bool | None
 ) -> None:
     sigmoid = {"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1}
-    write_plan(run, stage="dpo", **{**sigmoid, **args})
-    point = data_point(run, rows_event(), step(1, first), *falling_steps()[1:], stage="dpo")
+    write_plan(run, stage="dpo", **sigmoid | args)
+    point = data_point(run, rows_event(), *steps_beginning_at(first), stage="dpo")
+    is_doubted = f"first loss was {first:.4f}" in advice(point)
     assert point.ok is ok
-    assert (f"first loss was {first:.4f}" in advice(point)) is (ok is None)
+    assert is_doubted is (ok is None)
 
 
 def test_a_run_that_was_resumed_need_not_begin_at_ln_2(run: Run) -> None:
     write_plan(run, stage="dpo", loss_type=["sigmoid"])
     resumed = {"event": "resumed", "path": "out/checkpoint-1", "step": 1}
-    steps = [step(1, 0.4), *falling_steps()[1:]]
-    assert data_point(run, rows_event(), resumed, *steps, stage="dpo").ok is True
+    point = data_point(run, rows_event(), resumed, *steps_beginning_at(0.4), stage="dpo")
+    assert point.ok is True
 
 
 @pytest.mark.parametrize(
@@ -153,19 +165,21 @@ def test_a_reference_that_was_rounded_is_no_reference(
 ) -> None:
     write_plan(run, stage="dpo", loss_type=["sigmoid"], beta=0.1, precompute_ref_log_probs=True)
     precision = {"event": "reference_precision", "dtype": dtype, "mean": mean}
-    steps = [step(1, 0.6931), *falling_steps()[1:]]
+    steps = steps_beginning_at(0.6931)
     point = data_point(run, rows_event(), precision, *steps, stage="dpo")
+    is_doubted = "rounded to bfloat16" in advice(point)
     assert point.ok is ok
-    assert ("rounded to bfloat16" in advice(point)) is (ok is not True)
+    assert is_doubted is not bool(ok)
 
 
-FIVE_CYCLES = [1e-5 * (1 - n % 10 / 10) for n in range(50)]
+FALLING_RATES = [1e-5 * (1 - n / 50) for n in range(50)]
+FIVE_CYCLES = FALLING_RATES[::5] * 5
 
 
 @pytest.mark.parametrize(
     ("schedule", "rates", "words"),
     [
-        ("linear", [1e-5 * (1 - n / 50) for n in range(50)], ""),
+        ("linear", FALLING_RATES, ""),
         ("linear", FIVE_CYCLES, "rises again"),
         ("cosine_with_restarts", FIVE_CYCLES, ""),
         ("constant_with_warmup", [1e-7 * n for n in range(50)], "never reached"),

@@ -1,6 +1,7 @@
 """Run folders -> evidence, and evidence -> numbers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,17 @@ def write_exit(folder: Path, code: int, attempt: int = 1) -> None:
     (folder / name).write_text(json.dumps(record))
 
 
-def step_numbers(evidence: Evidence, rank: int = 0) -> list[int]:
+def logged_step(number: int, loss: float) -> str:
+    return (
+        "2026-11-20 15:41:37 - INFO - finetune.py:956 - [RANK 0]   "
+        f"Step: {number}, LR: 1e-05, Loss: {loss}, TPS: 50\n"
+    )
+
+
+def step_numbers(evidence: Evidence) -> list[int]:
+    """Of the first rank."""
     assert evidence.probe is not None
-    return [step.step for step in evidence.probe.ranks[rank].steps]
+    return [step.step for step in evidence.probe.ranks[0].steps]
 
 
 def test_an_empty_folder_is_no_evidence(tmp_path: Path) -> None:
@@ -92,21 +101,23 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
 
 
 def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
-    prefix = "2026-11-20 15:41:37 - INFO - finetune.py:956 - [RANK 0]   "
-    lines = [f"{prefix}Step: 2, LR: 1e-05, Loss: 2.25, TPS: 50\n"]
-    lines.append(f"{prefix}Step: 3, LR: 1e-05, Loss: nan, TPS: 50\n")
-    (tmp_path / "console.log").write_text("".join(lines))
-    write_rank(tmp_path, 0, step(1), step(2), step(3, None, finite=False), world=2)
-    write_rank(tmp_path, 1, step(1, 4.0), step(2, seconds=0.75), step(2), step(3), world=2)
+    log = logged_step(2, 2.25) + logged_step(3, math.nan)
+    (tmp_path / "console.log").write_text(log)
+    first_rank = [step(1), step(2), step(3, None, finite=False)]
+    second_rank = [step(1, 4.0), step(2, seconds=0.75), step(2), step(3)]
+    write_rank(tmp_path, 0, *first_rank, world=2)
+    write_rank(tmp_path, 1, *second_rank, world=2)
 
     rows = read_run(tmp_path).rows
+    first, second, third = rows
 
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert (first["step"], second["step"], third["step"]) == (1, 2, 3)
     # the log holds means
-    assert [row.get("loss") for row in rows] == [3.0, 2.0, None]
-    assert rows[0]["tokens"] == 200
-    assert (rows[1]["learning_rate"], rows[1]["seconds"]) == (1e-05, 0.75)
-    assert rows[2]["finite"] is False
+    assert (first["loss"], second["loss"], third.get("loss")) == (3.0, 2.0, None)
+    assert first["tokens"] == 200
+    assert second["learning_rate"] == 1e-05
+    assert second["seconds"] == 0.75
+    assert third["finite"] is False
     json.dumps(rows, allow_nan=False)
 
 
@@ -178,24 +189,28 @@ def model(**more: Any) -> Event:
 )
 def test_the_share_of_the_peak(tmp_path: Path, more: Event, flops: float | None) -> None:
     device = {"event": "device", "name": "NVIDIA H200"}
-    slow = step(1, seconds=60.0, rows=2, wasted=28)
-    steady = [step(number, rows=2, wasted=28) for number in range(2, 7)]
-    after_a_save = step(4, rows=2, wasted=28, interrupted=True, seconds=9.0)
-    steady[2] = after_a_save
+    steps = [step(number, rows=2, wasted=28) for number in range(1, 7)]
+    # neither the first step nor one that saved is a measure of the speed
+    steps[0]["seconds"] = 60.0
+    steps[3] |= {"seconds": 9.0, "interrupted": True}
     for rank in range(2):
-        write_rank(tmp_path, rank, device, model(**more), slow, *steady, world=2)
+        write_rank(tmp_path, rank, device, model(**more), *steps, world=2)
 
     numbers = compute_metrics(read_run(tmp_path))
 
     assert numbers["tokens_per_second"] == 400.0
     assert numbers["tokens_per_row"] == 50.0
     assert numbers["wasted_share"] == 28 / 128
-    expected = None if flops is None else pytest.approx(flops * 400 / (2 * 989.5e12))
-    assert numbers["mfu"] == expected
+    if flops is None:
+        assert numbers["mfu"] is None
+    else:
+        peak_of_two = 2 * 989.5e12
+        assert numbers["mfu"] == pytest.approx(flops * 400 / peak_of_two)
 
 
 def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
-    for rank, peak in enumerate((3.0, 5.0)):
-        memory = {"event": "memory", "phase": "optimizer", "step": 1, "peak_allocated_gib": peak}
-        write_rank(tmp_path, rank, memory, step(1), world=2)
-    assert memory_phases(read_run(tmp_path)) == {"optimizer": {"peak_allocated_gib": 5.0}}
+    memory = {"event": "memory", "phase": "optimizer", "step": 1}
+    write_rank(tmp_path, 0, {**memory, "peak_allocated_gib": 3.0}, step(1), world=2)
+    write_rank(tmp_path, 1, {**memory, "peak_allocated_gib": 5.0}, step(1), world=2)
+    phases = memory_phases(read_run(tmp_path))
+    assert phases == {"optimizer": {"peak_allocated_gib": 5.0}}

@@ -23,6 +23,7 @@ from judged_runs import (
     verdict_of_log,
 )
 from judged_runs import run as run  # a fixture
+from recorded_events import read_events
 
 from launcher import files
 from launcher.lifecycle import conclude
@@ -204,9 +205,11 @@ NO_RATE = sft(9).replace("LR: 1e-05", "LR: 0.0")
 )
 def test_a_log_alone_shows_a_loss_of_0(tmp_path: Path, log: str, loss: str) -> None:
     verdict = verdict_of_log(tmp_path, log)
-    assert brief(verdict.point("loss")) == (loss, loss == "finite")
+    is_finite = loss == "finite"
+    assert brief(verdict.point("loss")) == (loss, is_finite)
     assert verdict.point("trend").state != "still"
-    assert (verdict.status == "fail") is (loss == "zero")
+    has_failed = verdict.status == "fail"
+    assert has_failed is not is_finite
 
 
 @pytest.mark.parametrize("log", [trl("0", "0", "1e-05"), NO_RATE, trl("2", "1", "0")])
@@ -241,7 +244,8 @@ def test_rows_may_be_filtered_so_the_steps_that_the_log_announces_count(run: Run
 
 def test_a_script_that_failed_did_not_end_well_whatever_its_launcher_exits_with(run: Run) -> None:
     error = {"event": "error", "type": "ValueError", "message": "m"}
-    run.rank(0, step(1), SAVED, error, {"event": "end", "exit": 1}).exit(0).log(sft(1))
+    end = {"event": "end", "exit": 1}
+    run.rank(0, step(1), SAVED, error, end).exit(0).log(sft(1))
     finish = run.point("finish")
     assert brief(finish) == ("crashed", False)
     assert finish.detail["error"] == {"type": "ValueError", "message": "m", "rank": "0"}
@@ -303,12 +307,15 @@ def test_as_many_processes_as_were_planned_have_to_train(
     for rank in range(ranks):
         run.rank(rank, *sized_steps(4, 4, 4), SAVED, END, world=world)
     verdict = run.judge(batch="planned")
-    assert brief(verdict.point("batch")) == (state, ok)
-    assert (verdict.status == "pass") is (ok is True)
-    assert ok or "1" in advice(verdict.point("batch"))
-    # an older launch recorded no such expectation
-    assert (run.judge().status == "fail") is (ok is False)
+    point = verdict.point("batch")
+    assert brief(point) == (state, ok)
+    assert ok or "1" in advice(point)
+    has_passed = verdict.status == "pass"
+    assert has_passed is bool(ok)
     assert brief(run.point("batch", "any")) == (state, True)
+    # an older launch recorded no such expectation
+    has_failed = run.judge().status == "fail"
+    assert has_failed is (ok is False)
 
 
 def batch_point(run: Run, record: dict[str, Any], events: list[Event]) -> Point:
@@ -360,25 +367,22 @@ def test_a_step_of_another_size_is_not_as_planned(
     assert words in advice(point)
 
 
-def insert_lines(record: Path, place: int, *events: Event) -> None:
-    lines = record.read_text().splitlines()
-    lines[place:place] = [json.dumps(event) for event in events]
-    record.write_text("\n".join([*lines, ""]))
-
-
 def resumed_run(folder: Path, first: Event, second: Event, bad: Sequence[int] = ()) -> Path:
     """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
     manifest = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
-    record = folder / "probe" / "rank-0.jsonl"
+    probe = folder / "probe"
     made_runs.write_run(folder, record=manifest, ended=False, bad=bad, steps=30)
-    insert_lines(record, 1, first)
-    # the first attempt came to no end
-    lines = record.read_text().splitlines()
-    record.write_text("\n".join([*lines[:-1], ""]))
+    # it came to no end
+    start, *steps, _end = read_events(probe)
+    events = [start, first, *steps]
 
+    record = probe / "rank-0.jsonl"
+    record.unlink()
     made_runs.write_run(folder, record=manifest, attempt=2, first=21)
+    start, *steps = read_events(probe)
     resumed = {"event": "resumed", "path": "checkpoint-20", "step": 20}
-    insert_lines(record, len(lines), second, resumed)
+    events += [start, second, resumed, *steps]
+    record.write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 
@@ -419,12 +423,14 @@ def test_an_attempt_is_held_to_its_own_manifest(tmp_path: Path) -> None:
 
 def test_a_bad_step_counts_while_the_weights_have_been_through_it(tmp_path: Path) -> None:
     """The second attempt continued step 20."""
-    replaced = judge_finished(resumed_run(tmp_path / "replaced", ISOLATED, ISOLATED, bad=(25,)))
-    assert brief(replaced.point("loss")) == ("finite", True)
+    replaced = resumed_run(tmp_path / "replaced", ISOLATED, ISOLATED, bad=(25,))
+    loss = judge_finished(replaced).point("loss")
+    assert brief(loss) == ("finite", True)
 
-    kept = judge_finished(resumed_run(tmp_path / "kept", ISOLATED, ISOLATED, bad=(5,)))
-    assert brief(kept.point("loss")) == ("nonfinite", False)
-    assert "step 5" in advice(kept.point("loss"))
+    kept = resumed_run(tmp_path / "kept", ISOLATED, ISOLATED, bad=(5,))
+    loss = judge_finished(kept).point("loss")
+    assert brief(loss) == ("nonfinite", False)
+    assert "step 5" in advice(loss)
 
 
 def without_expectations(path: Path) -> None:
@@ -493,10 +499,11 @@ def test_each_log_is_read_once_for_verdict_and_page(
 def test_a_judgement_reads_every_record_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = made_runs.manifest(resume={"step": 0})
-    folder = made_runs.write_run(tmp_path / "run", steps=20, record=manifest)
-    files.write_json(folder / "run.1.json", made_runs.manifest())
-    made_runs.write_run(folder, attempt=2, first=11, record=made_runs.manifest(attempt=2))
+    begun = made_runs.manifest()
+    folder = made_runs.write_run(tmp_path / "run", steps=20, record=begun)
+    files.write_json(folder / "run.1.json", begun)
+    continued = made_runs.manifest(attempt=2)
+    made_runs.write_run(folder, attempt=2, first=11, record=continued)
     reads = count_calls(monkeypatch, files, "read_bytes", lambda path, *_: path.name)
     rows = count_calls(monkeypatch, evidence, "_build_step_rows", lambda *_: "rows")
 

@@ -19,10 +19,12 @@ READ_SPECIALLY = ("arguments", "step", "block_loss", "metrics", "mean_nonfinite"
 
 def known_lines() -> dict[str, list[str]]:
     """Real lines that mean a signal, by its name; `none`: nothing."""
+    table = (DATA / "log_lines.tsv").read_text(encoding="utf-8")
     lines: dict[str, list[str]] = {}
-    for row in (DATA / "log_lines.tsv").read_text(encoding="utf-8").removesuffix("\n").split("\n"):
-        signal, _, text = row.partition("\t")
-        lines.setdefault(signal, []).append(text.replace("\\n", "\n").replace("\\\\", "\\"))
+    for row in table.removesuffix("\n").split("\n"):
+        signal, _, escaped = row.partition("\t")
+        text = escaped.replace("\\n", "\n").replace("\\\\", "\\")
+        lines.setdefault(signal, []).append(text)
     return lines
 
 
@@ -144,7 +146,9 @@ def test_follows_tracebacks_of_interleaved_ranks(tmp_path: Path) -> None:
         '[rank1]:   File "/x/c.py", line 5, in main\n'
         "[rank1]: ValueError: no such column: x\n",
     )
-    raised = [(s.fields["rank"], s.fields["type"], s.fields["at"]) for s in log.all("exception")]
+    raised = []
+    for signal in log.all("exception"):
+        raised.append((signal.fields["rank"], signal.fields["type"], signal.fields["at"]))
     assert raised == [
         ("1", "KeyError", "/x/b.py:34"),
         ("0", "torch.distributed.DistBackendError", "/x/a.py:1"),
@@ -163,13 +167,17 @@ def test_every_pattern_has_a_line(pattern: Pattern) -> None:
     assert any(map(pattern.regex.search, candidates))
 
 
+def single_spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
 @pytest.mark.parametrize("name", [name for name in LINES if name != "none"])
 def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
-    for lines in LINES[name]:
-        log = log_of(tmp_path, f"one\r\x1b[31m two\x1b[0m\n{lines}\nend\n")
-        signal = log.all(name)[0]
-        line = " ".join(lines.split("\n")[signal.line - 2].split())
-        assert line[:300].endswith(" ".join(signal.text.split()))
+    for text in LINES[name]:
+        lines = ["one\r\x1b[31m two\x1b[0m", *text.split("\n"), "end", ""]
+        signal = log_of(tmp_path, "\n".join(lines)).all(name)[0]
+        line = single_spaced(lines[signal.line - 1])
+        assert line[:300].endswith(single_spaced(signal.text))
 
 
 @pytest.mark.parametrize("line", LINES["none"])
@@ -233,11 +241,12 @@ def test_it_does_not_matter_where_a_log_is_divided(
 
 def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
     path = tmp_path / "console.log"
-    path.write_text(sft_step(1) + sft_step(2) + "2026-11-20 15:41:37 - INFO")
+    begun = sft_step(1) + sft_step(2) + "2026-11-20 15:41:37 - INFO"
+    path.write_text(begun)
     with segments.open_pieces(path) as pieces:
         with path.open("a") as file:
             file.write(" - more\n" + sft_step(3) * 9)
-        assert pieces.read(0)[0].decode() == sft_step(1) + sft_step(2) + STAMP.rstrip(" -")
+        assert pieces.read(0)[0] == begun.encode()
         path.write_text("rotated\n")
         assert pieces.read(0)[0] == b"rotated\n"
     assert scan(path, PATTERNS).lines == 1
@@ -246,7 +255,10 @@ def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
 def test_of_more_steps_an_even_sample_is_read_and_all_that_are_not_finite(tmp_path: Path) -> None:
     count = 200_000
     bad = {7, 70_000, 70_001, 133_333, 199_999}
-    lines = [sft_step(number, "nan" if number in bad else 2.5) for number in range(1, count + 1)]
+    lines = []
+    for number in range(1, count + 1):
+        loss = math.nan if number in bad else 2.5
+        lines.append(sft_step(number, loss))
 
     log = log_of(tmp_path, "".join(lines))
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import repeated
 import saved
 from judged_runs import END, Event, Run, advice, brief, sft, step, steps
 from judged_runs import run as run  # a fixture
+from recorded_events import read_events
 from repeated import TRL, Make, codes
 
 from launcher import files
@@ -108,10 +109,12 @@ def test_weights_that_do_not_move_are_no_pass(
     run: Run, ranks: list[list[Event]], state: str, ok: bool | None
 ) -> None:
     run.ranks(*ranks)
-    assert brief(judged(run.folder, weights="moved").point("weights")) == (state, ok)
+    expected = judged(run.folder, weights="moved").point("weights")
+    assert brief(expected) == (state, ok)
     if state != "moved":
         point = judged(run.folder).point("weights")
-        assert point.ok is ok and "moved" in advice(point)
+        assert point.ok is ok
+        assert "moved" in advice(point)
 
 
 @pytest.mark.parametrize("events", [weights(0, steps=1), NOT_FOUND, []])
@@ -163,25 +166,34 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
         process.step += 1
     movement.report()
 
-    (event,) = events_in(tmp_path / "own" / "probe", "weights")
+    (event,) = read_events(tmp_path / "own" / "probe", "weights")
     assert least <= event["moved"] / event["sampled"] <= most
     assert (event["steps"], event["tensors"]) == (5, 2)
 
 
-def events_in(probe: Path, name: str) -> list[Event]:
-    lines = (probe / "rank-0.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
-
-
-def tensors(path: Path, values: bytes, dtype: str = "F32") -> None:
+def tensors(path: Path, values: bytes) -> None:
     """A safetensors file with one tensor of these bytes."""
-    shape = [len(values) // 4]
-    header = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(values)]}})
-    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + values)
+    size = len(values)
+    tensor = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    header = json.dumps({"w": tensor}).encode()
+    header_size = len(header).to_bytes(8, "little")
+    path.write_bytes(header_size + header + values)
 
 
-def noise(seed: int, size: int = 1 << 16) -> bytes:
-    return numpy.random.default_rng(seed).bytes(size)
+SIZE = 1 << 16
+
+
+def noise(seed: int) -> bytes:
+    return numpy.random.default_rng(seed).bytes(SIZE)
+
+
+def saved_at(output: Path) -> Event:
+    return {"event": "saved", "path": str(output)}
+
+
+def finish_run(run: Run, *saves: Event) -> None:
+    """Five steps, then these saves and a good end."""
+    run.log(sft(5)).exit(0).rank(0, *steps(5), *saves, END)
 
 
 def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
@@ -191,10 +203,9 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
     tensors(output / name, noise(1))
     (output / "config.json").write_text("{}")
     note_saved(EventLog(str(place / "scratch"), 0), output)
-    fingerprints = events_in(place / "scratch", "saved_model")
+    fingerprints = read_events(place / "scratch", "saved_model")
 
-    run.log(sft(5)).exit(0)
-    run.rank(0, *steps(5), {"event": "saved", "path": str(output)}, *fingerprints, END)
+    finish_run(run, saved_at(output), *fingerprints)
     identify_process(run)
     return output
 
@@ -204,7 +215,7 @@ def remove_weights(output: Path) -> None:
 
 
 def fill_with_zeros(output: Path) -> None:
-    tensors(output / "model.safetensors", bytes(1 << 16))
+    tensors(output / "model.safetensors", bytes(SIZE))
 
 
 def replace_weights(output: Path) -> None:
@@ -245,17 +256,15 @@ def test_a_model_that_is_not_the_saved_one_is_no_pass(
 
 
 def test_an_older_record_says_nothing_of_what_is_on_the_disk(run: Run, tmp_path: Path) -> None:
-    save = {"event": "saved", "path": str(tmp_path / "nowhere")}
-    run.log(sft(5)).exit(0).rank(0, *steps(5), save, END)
+    finish_run(run, saved_at(tmp_path / "nowhere"))
     names = {point.name for point in judged(run.folder).points}
     assert names.isdisjoint({"weights", "model", "inputs", "resume"})
 
 
 def test_a_save_that_left_nothing_is_missing(run: Run, tmp_path: Path) -> None:
-    nowhere = str(tmp_path / "nowhere")
-    save = {"event": "saved", "path": nowhere}
-    nothing = {"event": "saved_model", "path": nowhere, "files": []}
-    run.log(sft(5)).exit(0).rank(0, *steps(5), save, nothing, END)
+    nowhere = tmp_path / "nowhere"
+    nothing: Event = {"event": "saved_model", "path": str(nowhere), "files": []}
+    finish_run(run, saved_at(nowhere), nothing)
     identify_process(run)
     assert judged(run.folder).point("model").state == "missing"
 
@@ -515,14 +524,11 @@ def test_checksums_are_taken_beside_the_training(
 def test_losses_that_jump_after_a_resume_are_no_pass(
     run: Run, after: float, state: str, ok: bool | None
 ) -> None:
-    noisy = [step(number, 2.0 + 0.05 * math.sin(number * 7)) for number in range(1, 11)]
-    second: Sequence[Event] = (
-        {"event": "start", "rank": 0, "world": 1, "attempt": 2},
-        {"event": "resumed", "path": "checkpoint-8", "step": 8},
-        *[step(number, after) for number in range(9, 13)],
-        END,
-    )
-    run.log(sft(10)).rank(0, *noisy, *second)
+    first_steps = [step(number, 2.0 + 0.05 * math.sin(number * 7)) for number in range(1, 11)]
+    start = {"event": "start", "rank": 0, "world": 1, "attempt": 2}
+    resumed = {"event": "resumed", "path": "checkpoint-8", "step": 8}
+    second_steps = [step(number, after) for number in range(9, 13)]
+    run.log(sft(10)).rank(0, *first_steps, start, resumed, *second_steps, END)
     (run.folder / "console.2.log").write_text("")
     files.write_json(run.folder / "exit.2.json", {"returncode": 0, "attempt": 2})
 
@@ -534,16 +540,17 @@ def test_losses_that_jump_after_a_resume_are_no_pass(
 
 def test_losses_are_those_of_the_probes_steps_where_there_are_any(tmp_path: Path) -> None:
     """The log holds four means of five steps each; the page keeps the two apart."""
-    folder = made_runs.write_run(tmp_path / "run", steps=20, record=made_runs.manifest(stage="sft"))
+    manifest = made_runs.manifest(stage="sft")
+    folder = made_runs.write_run(tmp_path / "run", steps=20, record=manifest)
     trend = judged(folder, trend="falling").point("trend")
     assert brief(trend) == ("falling", True)
     assert trend.detail["losses"] == 20
 
     columns = series.load_run(folder).series.columns
     losses = [made_runs.loss(number, 20) for number in range(1, 21)]
+    logged = columns["logged_loss"]
     assert columns["loss"] == pytest.approx(losses)
-    means = [mean for mean in columns["logged_loss"] if mean is not None]
-    assert len(means) == 4
+    assert len(logged) - logged.count(None) == 4
 
 
 def test_an_adapter_is_fingerprinted(run: Run, tmp_path: Path) -> None:

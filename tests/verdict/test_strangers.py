@@ -23,7 +23,8 @@ def checked_points(folder: Path, content: str) -> dict[str, Any]:
     path = folder / "some.log"
     path.write_text(content, encoding="utf-8")
     result = CliRunner().invoke(app, ["check", str(path), "--format", "json"])
-    return {point["name"]: point for point in json.loads(result.stdout)["data"]["points"]}
+    points = json.loads(result.stdout)["data"]["points"]
+    return {point["name"]: point for point in points}
 
 
 def answer(point: Any) -> tuple[str, bool | None]:
@@ -33,9 +34,9 @@ def answer(point: Any) -> tuple[str, bool | None]:
 def falling(steps: int) -> list[str]:
     lines = []
     for number in range(steps):
-        loss = round(2.5 - number / steps, 4)
-        rate = 1e-5 * (1 - number / steps)
-        lines.append(hf_step(loss, rate, round((number + 1) / steps, 4)))
+        done = number / steps
+        epoch = round((number + 1) / steps, 4)
+        lines.append(hf_step(round(2.5 - done, 4), 1e-5 * (1 - done), epoch))
     return lines
 
 
@@ -43,7 +44,8 @@ def with_rates(rates: list[float]) -> list[str]:
     lines = []
     for number, rate in enumerate(rates):
         loss = round(2.5 - 0.01 * number, 4)
-        lines.append(hf_step(loss, rate, round((number + 1) / len(rates), 4)))
+        epoch = round((number + 1) / len(rates), 4)
+        lines.append(hf_step(loss, rate, epoch))
     return lines
 
 
@@ -59,10 +61,14 @@ def dpo(
     return hf_step(loss, 5e-7, 0.1, **rewards, **more)
 
 
-COSINE = [1e-5 * (1 + math.cos(math.pi * n / 40)) / 2 for n in range(40)]
-CYCLES = [1e-5 * (1 + math.cos(math.pi * n / 10)) / 2 for n in range(40)]
+def cosine(steps: int, period: int) -> list[float]:
+    return [1e-5 * (1 + math.cos(math.pi * n / period)) / 2 for n in range(steps)]
+
+
+COSINE = cosine(40, period=40)
+CYCLES = cosine(40, period=10)
+RESTARTS = cosine(10, period=10) * 4
 WARM_UP = [1e-6 * n for n in range(10)] + [1e-5] * 30
-RESTARTS = [1e-5 * (1 + math.cos(math.pi * (n % 10) / 10)) / 2 for n in range(40)]
 ENDS_EARLY = [1e-5 * (1 - n / 10) for n in range(10)] + [0.0] * 30
 
 

@@ -1,6 +1,7 @@
 """The verdict that people read: the cause first, each run by its name."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def test_a_crash_begins_with_its_cause_and_its_line(
     assert lines[0] == "verdict: fail  20260102T030405Z-dpo-tulu  (dpo, 0 steps)"
     assert lines[1] == "  cause: ValueError: row 7 has no messages  (/a/train.py:7)"
     log = path / "console.log"
-    number = 1 + log.read_text().splitlines().index("ValueError: row 7 has no messages")
+    logged = log.read_text().splitlines()
+    number = 1 + logged.index("ValueError: row 7 has no messages")
     assert lines[2] == f"    {log}:{number}: ValueError: row 7 has no messages"
     assert lines[3].startswith("    help: ")
     # the point that failed first, and once what was not reached
@@ -64,9 +66,11 @@ def test_a_run_that_passed_takes_one_line(
 def test_only_the_points_that_are_not_as_expected_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, lines = check(crashed(tmp_path / "run", steps=20), capsys)
-    assert any(line.split()[:3] == ["finish", "crashed", "FAIL"] for line in lines)
-    assert not [line for line in lines if " ok " in line]
+    path = crashed(tmp_path / "run", steps=20)
+    _, lines = check(path, capsys)
+    output = "\n".join(lines)
+    assert re.search("finish +crashed +FAIL", output)
+    assert " ok " not in output
 
 
 def test_a_run_that_was_stopped_is_shown_as_stopped(
@@ -143,10 +147,12 @@ def test_a_text_that_is_no_log_has_no_verdict(
     ],
 )
 def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
-    assert summary.outcome(verdict) == str(verdict.get("status"))
     points = summary.points(verdict)
-    assert (summary.cause(verdict) is None) == (not points)
-    assert {summary.sentence(point) for point in points} <= {None}
+    has_cause = summary.cause(verdict) is not None
+    assert summary.outcome(verdict) == str(verdict.get("status"))
+    assert has_cause is bool(points)
+    for point in points:
+        assert summary.sentence(point) is None
 
 
 RECORDS: dict[str, Callable[[list[dict[str, str]]], dict[str, Any]]] = {
@@ -182,8 +188,11 @@ def test_the_folder_of_several_runs_stands_for_all_of_them(
 
 
 def test_the_page_of_several_runs_names_each(tmp_path: Path) -> None:
-    runs = [{"run": str(write_run(tmp_path / name))} for name in ("first", "second")]
-    (tmp_path / "bench.json").write_text(json.dumps({"runs": runs}))
+    paths = [write_run(tmp_path / "first"), write_run(tmp_path / "second")]
+    record = {"runs": [{"run": str(path)} for path in paths]}
+    (tmp_path / "bench.json").write_text(json.dumps(record))
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0
-    assert ">first<" in page.read_text() and ">second<" in page.read_text()
+    content = page.read_text()
+    assert ">first<" in content
+    assert ">second<" in content

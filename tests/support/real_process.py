@@ -14,7 +14,7 @@ from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT
 def ask_process(
     script: str,
     *arguments: str,
-    requests: Sequence[Mapping[str, Any]],
+    requests: Sequence[Any],
     folder: Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:

@@ -89,7 +89,7 @@ ONE_STEP_IS_64 = {"gpus": 8, "per_device": 4, "accumulation": 2}
 
 @pytest.mark.parametrize("script", OPEN_INSTRUCT)
 @pytest.mark.parametrize(
-    ("file", "known", "expected"),
+    ("file", "facts", "expected"),
     [
         (BARE, ONE_STEP_IS_64, None),
         ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer error"),
@@ -118,13 +118,13 @@ ONE_STEP_IS_64 = {"gpus": 8, "per_device": 4, "accumulation": 2}
         ({}, {"gpus": 0}, None),
     ],
 )
-def test_deepspeed_files(script: str, file: Any, known: Any, expected: str | None) -> None:
-    lines = summarise_run(script, {}, deepspeed=file, **known)
+def test_deepspeed_files(script: str, file: Any, facts: Any, expected: str | None) -> None:
+    lines = summarise_run(script, {}, deepspeed=file, **facts)
     assert lines == ([f"{expected} deepspeed"] if expected else [])
 
 
 ODD = pytest.mark.parametrize("odd", [None, [], "x", 1e999])
-KNOWN = {"gpus": 8, "per_device": 1, "accumulation": 2, "mixed_precision": "bf16"}
+FACTS = {"gpus": 8, "per_device": 1, "accumulation": 2, "mixed_precision": "bf16"}
 
 
 @ODD
@@ -137,7 +137,7 @@ def test_an_odd_deepspeed_file_is_no_crash(odd: Any, script: str, clips: str) ->
     for key in (*BARE, "gradient_clipping", "fp16", "bf16", "optimizer", "scheduler", "checkpoint"):
         files += [{key: odd}, {**BARE, key: odd}]
     for file in files:
-        assert isinstance(judge_run(script, {clips: 0.5}, deepspeed=file, **KNOWN), list)
+        assert isinstance(judge_run(script, {clips: 0.5}, deepspeed=file, **FACTS), list)
 
 
 @ODD
@@ -151,12 +151,12 @@ def test_an_odd_config_of_a_model_is_no_crash(write: Write, odd: Any) -> None:
     whole = {"model_type": "qwen2", "max_position_embeddings": 4, "rope_scaling": {"factor": odd}}
     for key in (*whole, "attention_bias", "num_attention_heads", "rope_parameters", "text_config"):
         write_model(write, **{**whole, key: odd})
-        assert isinstance(judge_run("sft", args, deepspeed=BARE, **KNOWN), list)
+        assert isinstance(judge_run("sft", args, deepspeed=BARE, **FACTS), list)
 
 
 @pytest.mark.parametrize(("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")])
 @pytest.mark.parametrize(
-    ("norm", "known", "is_unread"),
+    ("norm", "facts", "is_unread"),
     [
         (0.5, {"deepspeed": ZERO2}, True),
         (0.5, {"deepspeed": BARE}, True),
@@ -173,10 +173,10 @@ def test_an_odd_config_of_a_model_is_no_crash(write: Write, odd: Any) -> None:
     ],
 )
 def test_clipping_is_deepspeeds(
-    script: str, key: str, norm: float, known: Any, is_unread: bool
+    script: str, key: str, norm: float, facts: Any, is_unread: bool
 ) -> None:
     expected = [f"clipping-unread warning {key}"] if is_unread else []
-    assert summarise_run(script, {key: norm}, **known) == expected
+    assert summarise_run(script, {key: norm}, **facts) == expected
     assert judge_run(script, {}, deepspeed=BARE) == []
 
 
@@ -352,7 +352,7 @@ OF_ONE = ["packing-of-one warning packing"]
 
 
 @pytest.mark.parametrize(
-    ("script", "args", "known", "expected"),
+    ("script", "args", "facts", "expected"),
     [
         ("sft", {}, {"packages": {}}, SLOW),
         ("dpo", {}, {"packages": {}}, SLOW),
@@ -370,8 +370,8 @@ OF_ONE = ["packing-of-one warning packing"]
         ("dpo", {}, {"per_device": 1}, []),
     ],
 )
-def test_packing(script: str, args: Any, known: Any, expected: list[str]) -> None:
-    assert summarise_run(script, {"packing": True, **args}, **known) == expected
+def test_packing(script: str, args: Any, facts: Any, expected: list[str]) -> None:
+    assert summarise_run(script, {"packing": True, **args}, **facts) == expected
 
 
 OFFLINE = {"environ": {"HF_HUB_OFFLINE": "1"}}
@@ -379,7 +379,7 @@ OFFLINE = {"environ": {"HF_HUB_OFFLINE": "1"}}
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
 @pytest.mark.parametrize(
-    ("name", "known", "is_missing"),
+    ("name", "facts", "is_missing"),
     [
         ("build/demo/model", {}, True),
         ("/no/such/model", {}, True),
@@ -393,13 +393,13 @@ OFFLINE = {"environ": {"HF_HUB_OFFLINE": "1"}}
     ],
 )
 def test_a_model_that_is_not_here(
-    write: Write, script: str, name: str, known: Any, is_missing: bool
+    write: Write, script: str, name: str, facts: Any, is_missing: bool
 ) -> None:
     write("whole/config.json", '{"model_type": "llama"}')
     loadable(Path("whole"))
     args = {"model_name_or_path": name}
     expected = ["missing-model error model_name_or_path"] if is_missing else []
-    assert summarise_run(script, args, machine=THIS_MACHINE, **known) == expected
+    assert summarise_run(script, args, machine=THIS_MACHINE, **facts) == expected
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])

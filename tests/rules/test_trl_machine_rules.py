@@ -40,12 +40,12 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def judge_sft(args: dict[str, Any], **known: Any) -> list[str]:
-    return summarise_run("trl-sft", args, **known)
+def judge_sft(args: dict[str, Any], **facts: Any) -> list[str]:
+    return summarise_run("trl-sft", args, **facts)
 
 
-def judge_dpo(args: dict[str, Any], **known: Any) -> list[str]:
-    return summarise_run("trl-dpo", args, **known)
+def judge_dpo(args: dict[str, Any], **facts: Any) -> list[str]:
+    return summarise_run("trl-dpo", args, **facts)
 
 
 def without(name: str) -> dict[str, Any]:
@@ -61,18 +61,18 @@ def without(name: str) -> dict[str, Any]:
 def test_shipped_deepspeed_files_fit_any_arguments(
     script: str, args: Any, deepspeed: str | None
 ) -> None:
-    known = {
+    facts = {
         "deepspeed": SHIPPED.get(deepspeed),
         "packages": {},
         "per_device": 4,
         "accumulation": 4,
         "machine": THIS_MACHINE,
     }
-    assert summarise_run(script, args, **known) == []
+    assert summarise_run(script, args, **facts) == []
     # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
-    known["mixed_precision"] = "bf16"
-    assert summarise_run(script, args, **known, gpus=1) == []
-    assert summarise_run(script, args, **known, gpus=8) == []
+    facts["mixed_precision"] = "bf16"
+    assert summarise_run(script, args, **facts, gpus=1) == []
+    assert summarise_run(script, args, **facts, gpus=8) == []
 
 
 NO_BF16 = {"bf16": False}
@@ -83,7 +83,7 @@ WITH_BITSANDBYTES = {"packages": {"bitsandbytes": "0.50.2"}}
 # each of these was run
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(
-    ("args", "known"),
+    ("args", "facts"),
     [
         ({**QUANTISED, **NO_BF16}, {**ON_CPU, **WITH_BITSANDBYTES}),
         (QUANTISED, {"gpus": 8, "deepspeed": SHIPPED["zero3"], **WITH_BITSANDBYTES}),
@@ -94,8 +94,8 @@ WITH_BITSANDBYTES = {"packages": {"bitsandbytes": "0.50.2"}}
         ({"attn_implementation": "flash_attention_2"}, {"gpus": 8}),
     ],
 )
-def test_what_works_is_left_alone(script: str, args: Any, known: Any) -> None:
-    assert summarise_run(script, args, **known) == []
+def test_what_works_is_left_alone(script: str, args: Any, facts: Any) -> None:
+    assert summarise_run(script, args, **facts) == []
 
 
 FLASH = {"attn_implementation": "flash_attention_2"}
@@ -162,7 +162,7 @@ ONE_STEP_IS_64 = {"gpus": 8, "per_device": 4, "accumulation": 2}
 
 
 @pytest.mark.parametrize(
-    ("file", "known"),
+    ("file", "facts"),
     [
         ({**AUTO, "gradient_clipping": 0.5}, {}),
         ({**AUTO, "train_micro_batch_size_per_gpu": 2}, {"per_device": 4}),
@@ -175,8 +175,8 @@ ONE_STEP_IS_64 = {"gpus": 8, "per_device": 4, "accumulation": 2}
         ({**AUTO, "bf16": {"enabled": False}}, {}),
     ],
 )
-def test_a_deepspeed_file_that_contradicts_the_arguments(file: Any, known: Any) -> None:
-    assert judge_sft({}, deepspeed=file, **known) == ["deepspeed-mismatch error deepspeed"]
+def test_a_deepspeed_file_that_contradicts_the_arguments(file: Any, facts: Any) -> None:
+    assert judge_sft({}, deepspeed=file, **facts) == ["deepspeed-mismatch error deepspeed"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_on_the_cpu_no_deepspeed_file_is_read(file: Any, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "args", "known"),
+    ("file", "args", "facts"),
     [
         (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
         (without("gradient_accumulation_steps"), {}, {"accumulation": 1}),
@@ -205,8 +205,8 @@ def test_on_the_cpu_no_deepspeed_file_is_read(file: Any, line: str) -> None:
         ({**AUTO, "train_batch_size": 64}, {}, ONE_STEP_IS_64),
     ],
 )
-def test_a_deepspeed_file_that_fits(file: Any, args: Any, known: Any) -> None:
-    assert judge_sft(args, deepspeed=file, **known) == []
+def test_a_deepspeed_file_that_fits(file: Any, args: Any, facts: Any) -> None:
+    assert judge_sft(args, deepspeed=file, **facts) == []
 
 
 def test_a_mismatch_names_both_values() -> None:
@@ -488,9 +488,9 @@ def test_wandb_needs_a_key(
 
 
 def test_a_start_without_a_key_of_wandb_is_refused(tmp_path: Path) -> None:
-    known = {"environ": {"HOME": str(tmp_path)}, "machine": THIS_MACHINE}
-    assert judge_sft({"report_to": ["wandb"]}, **known) == ["no-wandb-key error report_to"]
-    assert judge_sft({}, **known) == []
+    facts = {"environ": {"HOME": str(tmp_path)}, "machine": THIS_MACHINE}
+    assert judge_sft({"report_to": ["wandb"]}, **facts) == ["no-wandb-key error report_to"]
+    assert judge_sft({}, **facts) == []
 
 
 def test_pushing_needs_a_token() -> None:
@@ -530,8 +530,8 @@ def test_a_good_checkpoint_is_quiet(write: Write, script: str, weights: dict[str
     write_checkpoint(write, CHECKPOINT, weights)
     assert resume(script) == []
     args = {"resume_from_checkpoint": CHECKPOINT, "max_steps": 40}
-    for known in ({"gpus": None}, {"per_device": 8}, {"output": Path("out").absolute()}):
-        assert summarise_run(script, args, machine=THIS_MACHINE, **{"gpus": 1, **known}) == []
+    for facts in ({"gpus": None}, {"per_device": 8}, {"output": Path("out").absolute()}):
+        assert summarise_run(script, args, machine=THIS_MACHINE, **{"gpus": 1, **facts}) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -572,11 +572,11 @@ def test_a_checkpoint_without_weights(write: Write) -> None:
     [("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")],
 )
 def test_an_output_folder_with_a_model(write: Write, config: str, weights: str) -> None:
-    known = {"gpus": 1, "machine": THIS_MACHINE, "output": Path("out").absolute()}
+    facts = {"gpus": 1, "machine": THIS_MACHINE, "output": Path("out").absolute()}
     write(f"out/{config}", "{}")
-    assert judge_sft({}, **known) == []
+    assert judge_sft({}, **facts) == []
     write(f"out/{weights}", "w")
-    assert judge_sft({}, **known) == ["finished-output warning output_dir"]
+    assert judge_sft({}, **facts) == ["finished-output warning output_dir"]
 
 
 OFFLOADING = SHIPPED["zero3_offload"]
@@ -639,7 +639,7 @@ def test_the_price_of_a_precomputed_reference(args: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "known", "is_rounded"),
+    ("args", "facts", "is_rounded"),
     [
         ({}, {"gpus": 2, "deepspeed": SHIPPED["zero1"]}, True),
         ({}, {"gpus": 2, "deepspeed": SHIPPED["zero2"]}, True),
@@ -652,12 +652,12 @@ def test_the_price_of_a_precomputed_reference(args: Any, words: str) -> None:
     ],
 )
 def test_a_precomputed_reference_is_rounded_under_deepspeed(
-    args: Any, known: Any, is_rounded: bool
+    args: Any, facts: Any, is_rounded: bool
 ) -> None:
     expected = ["reference-price note precompute_ref_log_probs"]
     if is_rounded:
         expected.append("reference-rounded warning precompute_ref_log_probs")
-    assert judge_dpo({"precompute_ref_log_probs": True, **args}, **known) == expected
+    assert judge_dpo({"precompute_ref_log_probs": True, **args}, **facts) == expected
 
 
 def test_without_a_precomputed_reference_nothing_is_rounded() -> None:
@@ -665,7 +665,7 @@ def test_without_a_precomputed_reference_nothing_is_rounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "known", "is_missing"),
+    ("args", "facts", "is_missing"),
     [
         ({}, {"gpus": 8, "machine": THIS_MACHINE}, True),
         (NO_BF16, {"gpus": 0, "machine": THIS_MACHINE}, True),
@@ -675,11 +675,11 @@ def test_without_a_precomputed_reference_nothing_is_rounded() -> None:
     ],
 )
 def test_compiling_needs_a_compiler(
-    tmp_path: Path, args: Any, known: Any, is_missing: bool
+    tmp_path: Path, args: Any, facts: Any, is_missing: bool
 ) -> None:
     expected = ["no-compiler error torch_compile"] if is_missing else []
     args = {"torch_compile": True, "pad_to_multiple_of": 64, **args}
-    assert judge_sft(args, environ={"PATH": str(tmp_path)}, **known) == expected
+    assert judge_sft(args, environ={"PATH": str(tmp_path)}, **facts) == expected
 
 
 def test_the_compiler_that_is_named_decides(tmp_path: Path) -> None:
@@ -688,7 +688,7 @@ def test_the_compiler_that_is_named_decides(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     args = {"torch_compile": True, "pad_to_multiple_of": 64}
     environ = {"PATH": str(tmp_path)}
-    known = {"gpus": 8, "machine": THIS_MACHINE}
-    assert judge_sft(args, environ=environ, **known) == []
+    facts = {"gpus": 8, "machine": THIS_MACHINE}
+    assert judge_sft(args, environ=environ, **facts) == []
     environ["CC"] = "no-such-compiler"
-    assert judge_sft(args, environ=environ, **known) == ["no-compiler error torch_compile"]
+    assert judge_sft(args, environ=environ, **facts) == ["no-compiler error torch_compile"]

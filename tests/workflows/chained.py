@@ -3,10 +3,8 @@
 import contextlib
 import io
 import json
-import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -164,16 +162,11 @@ def entered(root: Path) -> Iterator[Chained]:
     world = Chained(root)
     world.environ |= {"LAUNCH_REHEARSE": "0", "LAUNCH_GPU_LOCKS": str(root)}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in world.environ.items():
-            patch.setenv(name, value)
-        patch.chdir(root)
+        world.enter(patch)
         try:
             yield world
         finally:
-            for pid in world.left():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            shutil.rmtree(world.environ["TMUX_TMPDIR"], ignore_errors=True)
+            world.close()
 
 
 @pytest.fixture

@@ -438,9 +438,9 @@ def test_it_goes_on_without_the_terminal(finished: Chained) -> None:
     data = answer_of(done.returncode, done.stdout).content.data
     assert done.returncode == 0
     assert data.session is None
-    told = finished.root / "told"
-    until(lambda: told.exists() and told.read_text() != "")
-    assert told.read_text() == "pipeline 0 pass\n"
+    note = finished.root / "told"
+    until(lambda: note.exists() and note.read_text() != "")
+    assert note.read_text() == "pipeline 0 pass\n"
     assert "pipeline: " in Path(data.log).read_text()
     assert finished.trained() == "third"
 

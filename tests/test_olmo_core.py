@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import saved
-from plans import PYTHON, built, from_text, planned, settled, trainer
+from plans import PYTHON, built, from_text, judge_text, planned, settled, trainer
 from typer.testing import CliRunner
 
 from launcher.artifacts import architecture, lengths, model_config
@@ -67,14 +67,6 @@ def packed_stage(budget: float, per_device: int) -> str:
         f"activation_memory_budget: {budget}",
         f"per_device_train_batch_size: {per_device}",
     )
-
-
-def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
-    """The findings of a stage file, by code and key."""
-    path = folder / "stage.yaml"
-    path.write_text(text, encoding="utf-8")
-    judged = stage.judge_stage_file(load.load(path), locator=Locator(search=()))
-    return {(finding.code, finding.key or ""): finding for finding in judged.findings}
 
 
 def plan_text(folder: Path, text: str, gpus: int = 8, nodes: int = 1) -> Plan:

@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 from conftest import DATA, REPOSITORY
-from plans import built, from_text, planned
+from plans import built, from_text, judge_text, planned
 
 from launcher.artifacts import lengths
-from launcher.config import load
 from launcher.dataset import packed
 from launcher.dataset.packed import PackedRows
-from launcher.errors import Finding
 from launcher.plan import footprint
 from launcher.plan.memory import peak as memory
 from launcher.plan.memory.phases import Memory
@@ -27,9 +25,7 @@ from launcher.plan.plan import Plan
 from launcher.probe.watching import packing as probe_packing
 from launcher.rules import registry
 from launcher.rules.context import Context, Split
-from launcher.stage import stage as stages
 from launcher.upstream import facts, locate
-from launcher.upstream.locate import Locator
 from launcher.upstream.scripts import olmo_core_finetune
 from launcher.upstream.source.packages import Folder
 from launcher.upstream.trainers import BACKENDS
@@ -61,14 +57,6 @@ def write_stage(*args: str, script: str = "sft_olmo_core") -> str:
     if "max_seq_length" not in lines:
         lines += "\n  max_seq_length: 4096"
     return STAGE_FILE.format(script=script, args=lines)
-
-
-def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
-    """The findings of a stage file, by code and key."""
-    path = folder / "stage.yaml"
-    path.write_text(text, encoding="utf-8")
-    judged = stages.judge_stage_file(load.load(path), locator=Locator(search=()))
-    return {(finding.code, finding.key or ""): finding for finding in judged.findings}
 
 
 def plan_text(folder: Path, text: str, gpus: int = 8) -> Plan:

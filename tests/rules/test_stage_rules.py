@@ -534,10 +534,14 @@ def test_checkpoints_that_launch_did_not_write(write: Write, tmp_path: Path, scr
     assert judge_output(output, script, cache_dataset_only=True) == []
 
 
-@pytest.mark.parametrize("script", OPEN_INSTRUCT)
+@pytest.mark.parametrize("script", BASES)
 @pytest.mark.parametrize(
     ("config", "weights"),
-    [("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.bin")],
+    [
+        ("config.json", "model.safetensors"),
+        ("adapter_config.json", "adapter_model.bin"),
+        ("adapter_config.json", "adapter_model.safetensors"),
+    ],
 )
 def test_a_folder_with_a_finished_model(
     write: Write, tmp_path: Path, script: str, config: str, weights: str
@@ -551,8 +555,14 @@ def test_a_folder_with_a_finished_model(
     assert finding.code == "finished-output"
     assert "from zero" in finding.message
 
-    write("out/step_5/COMPLETED", "COMPLETED")
-    assert "step_5" in judge_output(output, script)[-1].message
+
+@pytest.mark.parametrize("script", OPEN_INSTRUCT)
+def test_a_finished_model_beside_a_checkpoint(write: Write, tmp_path: Path, script: str) -> None:
+    for name in ("config.json", "model.safetensors", "step_5/COMPLETED"):
+        write(f"out/{name}", "{}")
+    _, finished = judge_output(tmp_path / "out", script)
+    assert finished.code == "finished-output"
+    assert "step_5" in finished.message
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

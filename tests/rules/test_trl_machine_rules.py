@@ -567,18 +567,6 @@ def test_a_checkpoint_without_weights(write: Write) -> None:
     assert resume("trl-sft")[0] == RESUME_MISSING
 
 
-@pytest.mark.parametrize(
-    ("config", "weights"),
-    [("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")],
-)
-def test_an_output_folder_with_a_model(write: Write, config: str, weights: str) -> None:
-    facts = {"gpus": 1, "machine": THIS_MACHINE, "output": Path("out").absolute()}
-    write(f"out/{config}", "{}")
-    assert judge_sft({}, **facts) == []
-    write(f"out/{weights}", "w")
-    assert judge_sft({}, **facts) == ["finished-output warning output_dir"]
-
-
 OFFLOADING = SHIPPED["zero3_offload"]
 EIGHT_GPUS = {"gpus": 8, **WITH_BITSANDBYTES}
 

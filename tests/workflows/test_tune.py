@@ -102,7 +102,9 @@ def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
 def test_what_the_last_run_did_not_prove_no_other_run_proves() -> None:
     first = [sample(variant="first")]
     assert judge([sample(), sample(), sample()], first).status == "ok"
-    assert judge([sample(), sample(), sample(flaws=LEAKING)], first).status == "contract"
+    trial = judge([sample(), sample(), sample(flaws=LEAKING)], first)
+    assert trial.status == "contract"
+    assert trial.blamed == ("packing",)
 
 
 @dataclass(frozen=True, slots=True)

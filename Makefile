@@ -65,6 +65,7 @@ test test-all: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
 check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_expressions.py launcher tests scripts benchmarks
 	$(BIN)/mypy
 
 format: $(VENV)/dev

@@ -97,7 +97,9 @@ def compare(options: argparse.Namespace) -> int:
         return 2
     others = surroundings.Others()
     regressions: list[Regression] = []
-    missing = set() if options.parts else set(stored)
+    missing = set(stored)
+    if options.parts:
+        missing.clear()
     for pair in pairs(options.parts):
         if pair.name not in stored:
             print(f"{ratio.measure(pair).line()}  [not stored]", flush=True)
@@ -122,7 +124,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--stored", type=Path, default=STORED)
     options = parser.parse_args(arguments)
-    return compare(options) if options.check else store(options)
+    if options.check:
+        return compare(options)
+    return store(options)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,13 @@ from benchmarks import ratio
 from benchmarks.ratio import Pair
 
 STAMP = "2026-11-20 15:53:00 - INFO - "
-_TOLD = {"grep": "grep -cE 'Step: [0-9]+'", "loop": "a Python loop over its lines"}
 LINE_LOOP = "import sys\nfor _ in open(sys.argv[1], 'rb'): pass"
 
+LogKind = Callable[[random.Random], Iterator[str]]
+"""Makes up the lines of a log, without end."""
 
-def words(rng: random.Random, count: int = 3_000) -> list[str]:
+
+def make_words(rng: random.Random, count: int = 3_000) -> list[str]:
     """A vocabulary of made-up words."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     return ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(count)]
@@ -38,7 +40,7 @@ def sft(rng: random.Random) -> Iterator[str]:
 
 def mixture(rng: random.Random) -> Iterator[str]:
     """A long run: a bar and a step line each step, samples, saves, cache messages, warnings."""
-    known = words(rng)
+    vocabulary = make_words(rng)
     yield "[\n│   FlatArguments(\n│   │   use_liger_kernel=True,\n│   │   packing=True\n│   )\n]\n"
     yield f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = 99999999\n"
     for step in itertools.count(1):
@@ -48,39 +50,44 @@ def mixture(rng: random.Random) -> Iterator[str]:
             f"Loss: {2 + rng.random()}, TPS: {rng.random() * 2000}\n"
         )
         if step % 10 == 0:
-            yield f"<|user|>\n{' '.join(rng.choices(known, k=200))}\n<|assistant|>\n"
+            text = " ".join(rng.choices(vocabulary, k=200))
+            yield f"<|user|>\n{text}\n<|assistant|>\n"
         if step % 1_000 == 0:
             yield "✅ Found cached dataset at local_dataset_cache/4afd4c7ff8\n"
             yield f"[transformers] Model weights saved in out/step_{step}/model.safetensors\n"
 
 
-def make(kind: Callable[[random.Random], Iterator[str]], path: Path, size: int) -> None:
-    """Write a log of this kind and about this many bytes, the same on every call."""
-    written, lines = 0, kind(random.Random(kind.__name__))
+def write_log(path: Path, kind: LogKind, mib: int) -> None:
+    """Write a log of this kind and about this size, the same on every call."""
+    size = mib << 20
+    written = 0
+    lines = kind(random.Random(kind.__name__))
     with path.open("wb") as file:
         while written < size:
-            written += file.write("".join(itertools.islice(lines, 5_000)).encode())
-
-
-def commands(path: Path) -> dict[str, list[str]]:
-    """The check of a log and its neighbours."""
-    return {
-        "check": [sys.executable, "-m", "launcher", "check", str(path), "--allow-unproven"],
-        "grep": ["grep", "-cE", "Step: [0-9]+", str(path)],
-        "loop": [sys.executable, "-c", LINE_LOOP, str(path)],
-    }
+            block = "".join(itertools.islice(lines, 5_000))
+            written += file.write(block.encode())
 
 
 def pairs(folder: Path) -> Iterator[Pair]:
     """A long run's log of 1 GiB beside grep, one of step lines alone beside a loop over them."""
-    for kind, mib, neighbour in ((mixture, 1024, "grep"), (sft, 256, "loop")):
-        path = folder / f"{kind.__name__}.log"
-        make(kind, path, mib << 20)
-        argv = commands(path)
-        yield Pair(
-            name=f"log scan, {kind.__name__}", rounds=3,
-            what=f"CPU time of launch check of {mib} MiB / {_TOLD[neighbour]}",
-            ours=ratio.command(argv["check"], cpu=True),
-            beside=ratio.command(argv[neighbour], cpu=True),
-        )  # fmt: skip
-        path.unlink()
+    grep = ["grep", "-cE", "Step: [0-9]+"]
+    yield from pair_with_reader(folder, mixture, 1024, grep, "grep -cE 'Step: [0-9]+'")
+    loop = [sys.executable, "-c", LINE_LOOP]
+    yield from pair_with_reader(folder, sft, 256, loop, "a Python loop over its lines")
+
+
+def pair_with_reader(
+    folder: Path, kind: LogKind, mib: int, reader: list[str], description: str
+) -> Iterator[Pair]:
+    """The check of a log beside another command that reads it."""
+    path = folder / f"{kind.__name__}.log"
+    write_log(path, kind, mib)
+    check = [sys.executable, "-m", "launcher", "check", str(path), "--allow-unproven"]
+    yield Pair(
+        name=f"log scan, {kind.__name__}",
+        what=f"CPU time of launch check of {mib} MiB / {description}",
+        rounds=3,
+        launch=ratio.time_command(check, cpu=True),
+        neighbour=ratio.time_command([*reader, str(path)], cpu=True),
+    )
+    path.unlink()

@@ -10,14 +10,20 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks import ratio
 from benchmarks.ratio import Pair
 from launcher.artifacts import digest
 
-HIDDEN, FEED, KEYS, WORDS, LAYERS, SHARDS = 3584, 18944, 512, 152064, 28, 4
+# the shape of Qwen2.5-7B
+HIDDEN = 3584
+FEED = 18944
+KEYS = 512
+WORDS = 152064
+LAYERS = 28
+SHARDS = 4
 
 
 def tensors() -> Iterator[tuple[str, int]]:
@@ -40,25 +46,30 @@ def tensors() -> Iterator[tuple[str, int]]:
 def make_checkpoint(folder: Path) -> None:
     """Write the shards, sparse, with their real headers."""
     folder.mkdir()
-    listed = list(tensors())
-    total = sum(count for _, count in listed)
-    shards: list[list[tuple[str, int]]] = [[] for _ in range(SHARDS)]
+    total = sum(count for _, count in tensors())
+    shards: list[dict[str, int]] = [{} for _ in range(SHARDS)]
     done = 0
-    for name, count in listed:
-        shards[min(SHARDS - 1, done * SHARDS // total)].append((name, count))
+    for name, count in tensors():
+        shard = shards[done * SHARDS // total]
+        shard[name] = count
         done += count
-    for number, shard in enumerate(shards):
-        header, at = {}, 0
-        for name, count in shard:
-            offsets = [at, at + 2 * count]
-            header[name] = {"dtype": "BF16", "shape": [count], "data_offsets": offsets}
-            at += 2 * count
-        text = json.dumps(header).encode()
-        path = folder / f"model-{number + 1:05}-of-{SHARDS:05}.safetensors"
-        with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + at)
+    for number, shard in enumerate(shards, 1):
+        write_shard(folder / f"model-{number:05}-of-{SHARDS:05}.safetensors", shard)
     (folder / "config.json").write_text("{}")
+
+
+def write_shard(path: Path, counts: Mapping[str, int]) -> None:
+    """Write a sparse file of safetensors; `counts` are the elements of its tensors."""
+    header = {}
+    begin = 0
+    for name, count in counts.items():
+        end = begin + 2 * count
+        header[name] = {"dtype": "BF16", "shape": [count], "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + begin)
 
 
 def make_data(path: Path) -> None:
@@ -73,7 +84,8 @@ def regions(folder: Path) -> Iterator[tuple[int, int, int]]:
     """What of the checkpoint is read at all: open file, offset, length."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            for offset, length in digest.sampled_regions(file.fileno(), path.stat().st_size) or []:
+            sampled = digest.sampled_regions(file.fileno(), path.stat().st_size)
+            for offset, length in sampled or []:
                 yield file.fileno(), offset, length
 
 
@@ -85,17 +97,24 @@ def pairs(folder: Path) -> Iterator[Pair]:
     make_checkpoint(model)
     if shutil.which("sha256sum"):
         yield Pair(
-            name="data by content", what="CPU time of fingerprinting 512 MiB / sha256sum", rounds=5,
-            ours=ratio.timed(lambda: digest.read_content(data), cpu=True),
-            beside=ratio.command(["sha256sum", str(data)], cpu=True),
-        )  # fmt: skip
+            name="data by content",
+            what="CPU time of fingerprinting 512 MiB / sha256sum",
+            rounds=5,
+            launch=ratio.time_call(lambda: digest.read_content(data), cpu=True),
+            neighbour=ratio.time_command(["sha256sum", str(data)], cpu=True),
+        )
+
+    def sample() -> None:
+        for path in model.glob("*"):
+            digest.read_content(path)
 
     def read() -> None:
         for fd, offset, length in regions(model):
             os.pread(fd, length, offset)
 
     yield Pair(
-        name="checkpoint by content", what="samples of a 15 GB checkpoint / reading the same bytes",
-        ours=ratio.timed(lambda: list(map(digest.read_content, model.glob("*")))),
-        beside=ratio.timed(read),
-    )  # fmt: skip
+        name="checkpoint by content",
+        what="samples of a 15 GB checkpoint / reading the same bytes",
+        launch=ratio.time_call(sample),
+        neighbour=ratio.time_call(read),
+    )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import ratio
-from benchmarks.ratio import ROOT, Pair, Taken
+from benchmarks.ratio import ROOT, Pair, Timer
 from launcher import files
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
@@ -33,68 +33,82 @@ def starting(_folder: Path) -> Iterator[Pair]:
     """The command line alone."""
     yield Pair(
         name="start-up",
-        what="launch --help / import typer", rounds=15,
-        ours=ratio.command([*LAUNCH, "--help"]), beside=ratio.command(TYPER),
-    )  # fmt: skip
+        what="launch --help / import typer",
+        rounds=15,
+        launch=ratio.time_command([*LAUNCH, "--help"]),
+        neighbour=ratio.time_command(TYPER),
+    )
 
 
 def pairs(folder: Path) -> Iterator[Pair]:
     """From a plan to a training."""
-    plan, dry = [*LAUNCH, "plan", str(STAGE_FILE), *PLAN], [*LAUNCH, "sft", str(STAGE_FILE)]
+    plan = [*LAUNCH, "plan", str(STAGE_FILE), *PLAN]
     yield Pair(
         name="plan",
         what="launch plan / import typer, rich, yaml",
-        ours=ratio.command(plan), beside=ratio.command(IMPORTS),
-    )  # fmt: skip
+        launch=ratio.time_command(plan),
+        neighbour=ratio.time_command(IMPORTS),
+    )
+    dry_run = [*LAUNCH, "sft", str(STAGE_FILE), "--gpus", "8", "--dry-run"]
     yield Pair(
         name="dry run",
         what="launch sft --dry-run / import typer, rich, yaml",
-        ours=ratio.command([*dry, "--gpus", "8", "--dry-run"]), beside=ratio.command(IMPORTS),
-    )  # fmt: skip
+        launch=ratio.time_command(dry_run),
+        neighbour=ratio.time_command(IMPORTS),
+    )
+    command = [sys.executable, "-c", f"import typer, rich, yaml\n{STEPS}"]
     yield Pair(
         name="keeping a command",
         what="launch exec / the command alone, after import typer, rich, yaml",
-        ours=kept(folder),
-        beside=ratio.command([sys.executable, "-c", f"import typer, rich, yaml\n{STEPS}"]),
-    )  # fmt: skip
-    yield demo(folder)
+        launch=time_exec(folder),
+        neighbour=ratio.time_command(command),
+    )
+    yield pair_with_training(folder)
 
 
-def kept(folder: Path) -> Taken:
+def time_exec(folder: Path) -> Timer:
     """`launch exec` on run folders that wait, a new one each time; making those is not measured."""
     numbers = itertools.count(1)
+    manifest = {"stage": "sft", "backend": "trl", "name": "kept", "attempt": 1}
+    attempt = Attempt(
+        number=1,
+        argv=(sys.executable, "-c", STEPS),
+        env={},
+        environ=dict(os.environ),
+        cwd=str(folder),
+        stage="sft",
+        backend="trl",
+        title="sft kept",
+        allow_unproven=True,
+    )
 
-    def taken() -> float:
+    def run_next() -> float:
         run = RunFolder(folder / "runs" / f"20260101T{next(numbers):06d}Z-sft-kept")
         run.path.mkdir(parents=True)
-        files.write_json(
-            run.manifest, {"stage": "sft", "backend": "trl", "name": "kept", "attempt": 1}
-        )
-        Attempt(
-            number=1, argv=(sys.executable, "-c", STEPS), env={}, environ=dict(os.environ),
-            cwd=str(folder), stage="sft", backend="trl", title="sft kept", allow_unproven=True,
-        ).write(run)  # fmt: skip
-        return ratio.command([*LAUNCH, "exec", str(run.path)])()
+        files.write_json(run.manifest, manifest)
+        attempt.write(run)
+        timer = ratio.time_command([*LAUNCH, "exec", str(run.path)])
+        return timer()
 
-    return taken
+    return run_next
 
 
-def demo(folder: Path) -> Pair:
+def pair_with_training(folder: Path) -> Pair:
     """Two steps of real training, by launch and by the command that it would start."""
-    assets = ROOT / "scripts" / "make_demo_assets.py"
-    argv = [sys.executable, str(assets), "build/demo"]
-    subprocess.run(argv, cwd=folder, check=True, capture_output=True)
-    argv = [*LAUNCH, "sft", str(DEMO), "max_steps=2", "--gpus", "0"]
-    shown = subprocess.run(
-        [*argv, "--dry-run"], cwd=folder, check=True, capture_output=True, text=True
+    maker = [sys.executable, str(ROOT / "scripts" / "make_demo_assets.py"), "build/demo"]
+    subprocess.run(maker, cwd=folder, check=True, capture_output=True)
+    sft = [*LAUNCH, "sft", str(DEMO), "max_steps=2", "--gpus", "0"]
+    dry_run = subprocess.run(
+        [*sft, "--dry-run"], cwd=folder, check=True, capture_output=True, text=True
     )
     # variables first, then the command
-    alone = ["env", *shlex.split(shown.stdout.strip().rpartition("\n")[2])]
+    command = dry_run.stdout.strip().rpartition("\n")[2]
     # one thread: on several it would be the other programs on this machine that are measured
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return Pair(
         name="a small training",
-        what="launch sft / the command that it shows", rounds=3,
-        ours=ratio.command([*argv, "--fresh", "--allow-unproven"], cwd=folder, env=env),
-        beside=ratio.command(alone, cwd=folder, env=env),
-    )  # fmt: skip
+        what="launch sft / the command that it shows",
+        rounds=3,
+        launch=ratio.time_command([*sft, "--fresh", "--allow-unproven"], cwd=folder, env=env),
+        neighbour=ratio.time_command(["env", *shlex.split(command)], cwd=folder, env=env),
+    )

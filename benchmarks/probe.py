@@ -14,15 +14,14 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ratio
 from benchmarks.ratio import Pair
 from launcher.probe.watching import Probe, trainers
-
-WATCHED = ("backward", "clip_grad_norm_")
 
 
 class Training:
@@ -33,32 +32,38 @@ class Training:
         from accelerate import Accelerator
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
-        self.torch, self.options = torch, options
+        self.torch = torch
+        self.options = options
+        on_cpu = options.device == "cpu"
         self.accelerator = Accelerator(
-            cpu=options.device == "cpu", gradient_accumulation_steps=options.micro,
-            mixed_precision="no" if options.device == "cpu" else "bf16",
-        )  # fmt: skip
+            cpu=on_cpu,
+            gradient_accumulation_steps=options.micro,
+            mixed_precision="no" if on_cpu else "bf16",
+        )
         heads = max(1, options.hidden // 64)
         config = Qwen2Config(
-            vocab_size=options.vocab, hidden_size=options.hidden, 
+            vocab_size=options.vocab,
+            hidden_size=options.hidden,
             intermediate_size=4 * options.hidden,
-            num_hidden_layers=options.layers, num_attention_heads=heads, num_key_value_heads=heads,
-        )  # fmt: skip
+            num_hidden_layers=options.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+        )
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config).train()
         self.bare = model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        ids = torch.randint(
-            0, options.vocab, (4, options.tokens // 4), device=self.accelerator.device
-        )
+        shape = (4, options.tokens // 4)
+        ids = torch.randint(0, options.vocab, shape, device=self.accelerator.device)
         self.batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
-    def block(self) -> float:
+    def measure_block(self) -> float:
         """Seconds a step, over one block."""
-        return ratio.timed(self._steps)() / int(self.options.block)
+        timer = ratio.time_call(self._run_block)
+        return timer() / int(self.options.block)
 
-    def _steps(self) -> None:
+    def _run_block(self) -> None:
         for _ in range(self.options.block):
             for _ in range(self.options.micro):
                 with self.accelerator.accumulate(self.model):
@@ -72,7 +77,7 @@ class Training:
             self.torch.cuda.synchronize()
 
 
-def alone(training: Training, probe: Any) -> float:
+def measure_probe_alone(training: Training, probe: Any) -> float:
     """Seconds that the probe's own calls take in a step, at best: what it costs the host."""
     loss = training.torch.ones((), device=training.accelerator.device)
 
@@ -85,48 +90,67 @@ def alone(training: Training, probe: Any) -> float:
         probe.before_optimizer(training.optimizer)
         probe.close_step()
 
-    def several() -> None:
+    def run_steps() -> None:
         for _ in range(20):
             step()
 
-    return ratio.best_of(ratio.timed(several), 50) / 20
+    return ratio.measure_best(ratio.time_call(run_steps), 50) / 20
 
 
-def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any]:
-    """What puts the probe into a training that runs, and takes it out; and the probe."""
-    import accelerate.accelerator
-    import accelerate.optimizer
+@dataclass(frozen=True, slots=True)
+class WatchedMethod:
+    """A method of accelerate, as it is and as the probe wraps it."""
 
-    cpu = training.options.device == "cpu"
-    probe = Probe({"target": "", "out": folder, "cpu": cpu})
-    places = [(accelerate.accelerator.Accelerator, name) for name in WATCHED]
-    places.append((accelerate.optimizer.AcceleratedOptimizer, "step"))
-    bare = [vars(owner)[name] for owner, name in places]
-    trainers.watch_accelerate(probe, accelerate.accelerator)
-    trainers.watch_optimizer(probe, accelerate.optimizer)
-    watched = [vars(owner)[name] for owner, name in places]
-    probe.saw_model(training.bare)
-    probe.optimizer.saw(training.optimizer.optimizer, training.accelerator)
-    probe.watchdog.start()
-    hooks = dict(training.bare._forward_pre_hooks)
+    owner: type
+    name: str
+    bare: Any
+    watched: Any
 
-    def turn(on: bool) -> None:
-        probe.close_step()
-        for (owner, name), function in zip(places, watched if on else bare, strict=True):
-            setattr(owner, name, function)
-        training.bare._forward_pre_hooks.clear()
-        training.bare._forward_pre_hooks.update(hooks if on else {})
-        if not on:
-            probe.gradients.unhook()
 
-    return turn, probe
+class ProbeSwitch:
+    """Puts the probe into a training that runs, and takes it out."""
+
+    def __init__(self, training: Training, folder: str) -> None:
+        import accelerate.accelerator
+        import accelerate.optimizer
+
+        self.training = training
+        self.probe = Probe({"target": "", "out": folder, "cpu": training.options.device == "cpu"})
+        places: list[tuple[type, str]] = [
+            (accelerate.accelerator.Accelerator, "backward"),
+            (accelerate.accelerator.Accelerator, "clip_grad_norm_"),
+            (accelerate.optimizer.AcceleratedOptimizer, "step"),
+        ]
+        bare = [vars(owner)[name] for owner, name in places]
+        trainers.watch_accelerate(self.probe, accelerate.accelerator)
+        trainers.watch_optimizer(self.probe, accelerate.optimizer)
+        self.methods = []
+        for (owner, name), method in zip(places, bare, strict=True):
+            self.methods.append(WatchedMethod(owner, name, method, vars(owner)[name]))
+        self.probe.saw_model(training.bare)
+        self.probe.optimizer.saw(training.optimizer.optimizer, training.accelerator)
+        self.probe.watchdog.start()
+        self.hooks = dict(training.bare._forward_pre_hooks)
+
+    def turn_on(self) -> None:
+        self.probe.close_step()
+        for method in self.methods:
+            setattr(method.owner, method.name, method.watched)
+        self.training.bare._forward_pre_hooks.update(self.hooks)
+
+    def turn_off(self) -> None:
+        self.probe.close_step()
+        for method in self.methods:
+            setattr(method.owner, method.name, method.bare)
+        self.training.bare._forward_pre_hooks.clear()
+        self.probe.gradients.unhook()
 
 
 def pairs(folder: Path) -> Iterator[Pair]:
     """The probe's own calls in a step beside writing a line of JSON, the least it must do."""
-    training = Training(parsed(()))
-    turn, probe = switch(training, str(folder))
-    turn(False)
+    training = Training(parse_arguments(()))
+    switch = ProbeSwitch(training, str(folder))
+    switch.turn_off()
     line = {"event": "step", "step": 1, "loss": 2.5, "finite": True, "tokens": 512, "seconds": 0.25}
     with (folder / "lines.jsonl").open("w", encoding="utf-8") as file:
 
@@ -138,13 +162,12 @@ def pairs(folder: Path) -> Iterator[Pair]:
         yield Pair(
             name="probe",
             what="its calls in a training step / one line of JSON, written and flushed",
-            ours=lambda: alone(training, probe),
-            beside=lambda: ratio.best_of(ratio.timed(write), 50) / 20,
-        )  # fmt: skip
+            launch=lambda: measure_probe_alone(training, switch.probe),
+            neighbour=lambda: ratio.measure_best(ratio.time_call(write), 50) / 20,
+        )
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
@@ -164,37 +187,46 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print; always exits 0, the figures are for people and for the record."""
-    options = parsed(arguments)
+    options = parse_arguments(arguments)
     training = Training(options)
-    taken: dict[bool, list[float]] = {True: [], False: []}
+    bare: list[float] = []
+    watched: list[float] = []
+    added: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        turn, probe = switch(training, folder)
+        switch = ProbeSwitch(training, folder)
         # a model that was prepared before: its gradients are compared as in a run
-        probe.gradients.prepared(training.bare)
-        for number in range(options.blocks + 4):
-            on = number % 2 == 0
-            turn(on)
-            seconds = training.block()
-            if number >= 4:
-                taken[on].append(seconds)
-        turn(False)
-        own = alone(training, probe)
-    step, watched = statistics.median(taken[False]), statistics.median(taken[True])
-    # neighbours in time are compared, so that a machine that slows down slows both
-    added = statistics.median(a - b for a, b in zip(taken[True], taken[False], strict=True))
-    least = min(taken[True]) - min(taken[False])
-    told = {
-        "step_ms": round(1e3 * step, 3), "watched_ms": round(1e3 * watched, 3),
-        "added_us": round(1e6 * added, 1), "share": round(added / step, 5),
-        "least_added_us": round(1e6 * least, 1), "alone_us": round(1e6 * own, 1),
-    }  # fmt: skip
+        switch.probe.gradients.prepared(training.bare)
+        for number in range(options.blocks // 2 + 2):
+            switch.turn_on()
+            with_probe = training.measure_block()
+            switch.turn_off()
+            without = training.measure_block()
+            # the first two warm up
+            if number >= 2:
+                watched.append(with_probe)
+                bare.append(without)
+                # neighbours in time are compared: a machine that slows down slows both
+                added.append(with_probe - without)
+        alone = measure_probe_alone(training, switch.probe)
+    step_s = statistics.median(bare)
+    added_s = statistics.median(added)
+    least_s = min(watched) - min(bare)
+    figures = {
+        "step_ms": round(1e3 * step_s, 3),
+        "watched_ms": round(1e3 * statistics.median(watched), 3),
+        "added_us": round(1e6 * added_s, 1),
+        "share": round(added_s / step_s, 5),
+        "least_added_us": round(1e6 * least_s, 1),
+        "alone_us": round(1e6 * alone, 1),
+    }
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(figures))
     else:
         print(
-            f"a step takes {told['step_ms']} ms, with the probe {told['watched_ms']} ms: "
-            f"{told['added_us']} us more, {100 * told['share']:.2f} % (the fastest blocks "
-            f"differ by {told['least_added_us']} us); its calls alone take {told['alone_us']} us"
+            f"a step takes {figures['step_ms']} ms, with the probe {figures['watched_ms']} ms: "
+            f"{figures['added_us']} us more, {100 * figures['share']:.2f} % (the fastest blocks "
+            f"differ by {figures['least_added_us']} us); its calls alone take "
+            f"{figures['alone_us']} us"
         )
     return 0
 

@@ -22,18 +22,21 @@ LIMIT = 0.20
 REPEATS = 3
 """How often what looks worse is measured, all rounds of it, before that is believed."""
 
-Taken = Callable[[], float]
-"""Does something once and says how many seconds it took."""
+Timer = Callable[[], float]
+"""Does something once and returns how many seconds it took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What is measured, what beside, and how often; `what` is both for people."""
+    """Something that launch does, the neighbour that it is measured beside, and how often.
+
+    `what` names both for people.
+    """
 
     name: str
     what: str
-    ours: Taken
-    beside: Taken
+    launch: Timer
+    neighbour: Timer
     rounds: int = 9
 
 
@@ -53,7 +56,7 @@ class Ratio:
     def line(self) -> str:
         """One row of the table."""
         spread = f"({self.least:.3g} .. {self.most:.3g})"
-        times = f"{_time(self.seconds)} / {_time(self.beside)}"
+        times = f"{_format_seconds(self.seconds)} / {_format_seconds(self.beside)}"
         return f"{self.name:<26} {self.ratio:8.3g} x {spread:<20} {times:<22} {self.what}"
 
 
@@ -73,26 +76,26 @@ class Regression:
         )
 
 
-def timed(call: Callable[[], object], *, cpu: bool = False) -> Taken:
-    """A call as something that is timed; `cpu` as for a command, all threads together."""
+def time_call(call: Callable[[], object], *, cpu: bool = False) -> Timer:
+    """A timer of a call; `cpu` as for a command, all threads together."""
     clock = time.process_time if cpu else time.perf_counter
 
-    def taken() -> float:
-        begun = clock()
+    def run() -> float:
+        begin = clock()
         call()
-        return clock() - begun
+        return clock() - begin
 
-    return taken
+    return run
 
 
-def command(
+def time_command(
     argv: Sequence[str],
     *,
     cwd: Path = ROOT,
     cpu: bool = False,
     env: Mapping[str, str] | None = None,
-) -> Taken:
-    """A whole process as something that is timed; one that fails ends the benchmark.
+) -> Timer:
+    """A timer of a whole process; one that fails ends the benchmark.
 
     `cpu` counts the processors' time in place of the clock's: work on several processors is slowed
     down on a shared machine in another way than a neighbour's work on one.
@@ -111,13 +114,15 @@ def command(
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    return run_for_cpu if cpu else timed(run)
+    if cpu:
+        return run_for_cpu
+    return time_call(run)
 
 
-def best_of(taken: Taken, rounds: int) -> float:
+def measure_best(timer: Timer, rounds: int) -> float:
     """The least seconds of so many rounds; one before them does not count."""
-    taken()
-    return min(taken() for _ in range(rounds))
+    timer()
+    return min(timer() for _ in range(rounds))
 
 
 def measure(pair: Pair) -> Ratio:
@@ -125,14 +130,15 @@ def measure(pair: Pair) -> Ratio:
 
     Times of the same round are compared: a machine that slows down slows both.
     """
-    pair.beside()
-    pair.ours()
-    seconds: list[float] = []
-    beside: list[float] = []
+    pair.neighbour()
+    pair.launch()
+    seconds = []
+    beside = []
+    ratios = []
     for _ in range(pair.rounds):
-        beside.append(pair.beside())
-        seconds.append(pair.ours())
-    ratios = [a / b for a, b in zip(seconds, beside, strict=True)]
+        beside.append(pair.neighbour())
+        seconds.append(pair.launch())
+        ratios.append(seconds[-1] / beside[-1])
     return Ratio(
         name=pair.name,
         what=pair.what,
@@ -169,8 +175,8 @@ def write(path: Path, ratios: Iterable[Ratio], about: Mapping[str, Any]) -> None
 def read(path: Path) -> dict[str, float]:
     """The stored ratios by name. Raises ValueError if there are none to compare with."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["ratios"]
-        ratios = {name: float(row["ratio"]) for name, row in rows.items()}
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        ratios = {name: float(row["ratio"]) for name, row in stored["ratios"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no ratios: {error}") from None
     if not ratios or not all(0 < ratio < math.inf for ratio in ratios.values()):
@@ -179,10 +185,12 @@ def read(path: Path) -> dict[str, float]:
 
 
 def _round(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return value
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     if seconds >= 1e-3:

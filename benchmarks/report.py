@@ -9,33 +9,35 @@ from pathlib import Path
 from benchmarks import ratio
 from benchmarks.ratio import Pair
 from launcher.report import page, series
-from launcher.report.series import Run
 
 STEPS = 10_000
 
 
-def made(folder: Path, name: str, steps: int) -> Run:
-    """A run folder with a probe's record of so many steps, read back."""
-    path = folder / name
-    path.mkdir(parents=True)
-    noise = random.Random(name)
-    args = {
-        f"argument_{n}": {"value": n, "origin": "default: trl/trainer/dpo_config.py:1"}
-        for n in range(160)
+def write_run(path: Path) -> None:
+    """A run folder with the metrics of `STEPS` steps."""
+    path.mkdir()
+    origin = "default: trl/trainer/dpo_config.py:1"
+    plan = {"gpus": 8, "per_device": 4, "accumulation": 4, "global": 128, "steps": STEPS}
+    manifest = {
+        "stage": "dpo",
+        "backend": "trl",
+        "name": path.name,
+        "plan": plan,
+        "args": {f"argument_{n}": {"value": n, "origin": origin} for n in range(160)},
     }
-    plan = {"gpus": 8, "per_device": 4, "accumulation": 4, "global": 128, "steps": steps}
-    manifest = {"stage": "dpo", "backend": "trl", "name": name, "plan": plan, "args": args}
+    verdict = {"status": "pass", "points": [], "steps": STEPS}
     (path / "run.json").write_text(json.dumps(manifest))
-    (path / "verdict.json").write_text(json.dumps({"status": "pass", "points": [], "steps": steps}))
+    (path / "verdict.json").write_text(json.dumps(verdict))
+    noise = random.Random(path.name)
     with (path / "metrics.jsonl").open("w") as file:
-        for step in range(1, steps + 1):
-            file.write(json.dumps(row(step, steps, noise)) + "\n")
-    return series.load_run(path)
+        for step in range(1, STEPS + 1):
+            row = make_row(step, noise)
+            file.write(json.dumps(row) + "\n")
 
 
-def row(step: int, steps: int, noise: random.Random) -> dict[str, float]:
+def make_row(step: int, noise: random.Random) -> dict[str, float]:
     """One step of a DPO run that goes well."""
-    done = step / steps
+    done = step / STEPS
     margin = 3 * (1 - math.exp(-4 * done)) + noise.gauss(0, 0.25)
     return {
         "step": step,
@@ -59,8 +61,11 @@ def row(step: int, steps: int, noise: random.Random) -> dict[str, float]:
 
 def pairs(folder: Path) -> Iterator[Pair]:
     """A report of one long run, read and drawn, beside parsing its figures."""
-    made(folder, "run", STEPS)
     path = folder / "run"
+    write_run(path)
+
+    def render() -> None:
+        page.render([series.load_run(path)])
 
     def parse() -> None:
         with (path / "metrics.jsonl").open(encoding="utf-8") as file:
@@ -68,6 +73,8 @@ def pairs(folder: Path) -> Iterator[Pair]:
                 json.loads(line)
 
     yield Pair(
-        name="report", what="10,000 steps, read and drawn / parsing them as JSON",
-        ours=ratio.timed(lambda: page.render([series.load_run(path)])), beside=ratio.timed(parse),
-    )  # fmt: skip
+        name="report",
+        what="10,000 steps, read and drawn / parsing them as JSON",
+        launch=ratio.time_call(render),
+        neighbour=ratio.time_call(parse),
+    )

@@ -23,7 +23,7 @@ PARSE = (
 STAGE_FILE = ROOT / "configs" / "tulu" / "sft_qwen7b_25pct.yaml"
 
 
-def copied(folder: Path) -> list[str]:
+def copy_stage_file(folder: Path) -> list[str]:
     """Copies of a stage file, so that none is read twice."""
     copies = [str(folder / f"{number}.yaml") for number in range(FILES)]
     for copy in copies:
@@ -33,14 +33,15 @@ def copied(folder: Path) -> list[str]:
 
 def pairs(folder: Path) -> Iterator[Pair]:
     """Validation beside importing typer and parsing the same YAML."""
-    copies = copied(folder)
-    for name, files, rounds in (
-        ("one file", [str(STAGE_FILE)], ROUNDS),
-        ("1,000 files", copies, 5),
-    ):
-        yield Pair(
-            name=f"validation, {name}",
-            what="launch validate-config / import typer, parse the YAML",
-            rounds=rounds, ours=ratio.command([*LAUNCH, *files]),
-            beside=ratio.command([sys.executable, "-c", PARSE, *files]),
-        )  # fmt: skip
+    yield pair_with_parsing("one file", [str(STAGE_FILE)], ROUNDS)
+    yield pair_with_parsing("1,000 files", copy_stage_file(folder), 5)
+
+
+def pair_with_parsing(name: str, files: list[str], rounds: int) -> Pair:
+    return Pair(
+        name=f"validation, {name}",
+        what="launch validate-config / import typer, parse the YAML",
+        rounds=rounds,
+        launch=ratio.time_command([*LAUNCH, *files]),
+        neighbour=ratio.time_command([sys.executable, "-c", PARSE, *files]),
+    )

@@ -29,8 +29,9 @@ def leave_current_folder() -> None:
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     by_variable = "" in entries and entries != [""]
     by_module = not sys.flags.safe_path and sys.path[:1] == [folder]
-    installed = folder.startswith((os.path.dirname(os.__file__), sys.prefix))
-    if folder not in ("", project, *entries) and (by_variable or by_module) and not installed:
+    is_installed = folder.startswith((os.path.dirname(os.__file__), sys.prefix))
+    is_named = is_installed or folder in ("", project, *entries)
+    if not is_named and (by_variable or by_module):
         sys.path[:] = [entry for entry in sys.path if entry not in ("", folder)]
     if project not in map(os.path.realpath, sys.path):
         sys.path.insert(0, project)

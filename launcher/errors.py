@@ -19,9 +19,8 @@ from launcher import redaction
 from launcher.lazy_dataclass import dataclass
 from launcher.redaction import Redactor
 
-DISK_FULL = frozenset(
-    {errno.ENOSPC, errno.EDQUOT}
-)  # the numbers of an OSError that a full disk, or a quota, is
+# the numbers of an OSError that a full disk, or a quota, is
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # ... that a limit of the shell or the machine is: on memory, open files, processes
 RESOURCE_LIMITS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
@@ -71,8 +70,11 @@ class Finding:
         """
         if not redactor.borrowed:
             return self
-        help = None if self.help is None else redactor.name_variables(self.help)
-        return replace(self, message=redactor.name_variables(self.message), help=help)
+        message = redactor.name_variables(self.message)
+        help = self.help
+        if help is not None:
+            help = redactor.name_variables(help)
+        return replace(self, message=message, help=help)
 
     def as_json(self) -> dict[str, object]:
         names = ("severity", "layer", "code", "key", "message", "help", "file", "line", "override")
@@ -85,7 +87,9 @@ class Finding:
             return None
         if self.override is not None:
             return f"override `{brief(self.override)}` of {self.file}"
-        return self.file if self.line is None else f"{self.file}:{self.line}"
+        if self.line is None:
+            return self.file
+        return f"{self.file}:{self.line}"
 
 
 Complain = Callable[[str, str, str, str | None], Finding]
@@ -96,10 +100,10 @@ class LaunchError(Exception):
     exit_code: Exit = Exit.USAGE
 
     def __init__(self, findings: Finding | Iterable[Finding]) -> None:
-        self.findings: tuple[Finding, ...] = (
-            (findings,) if isinstance(findings, Finding) else tuple(findings)
-        )
-        super().__init__("; ".join(f.message for f in self.findings))
+        if isinstance(findings, Finding):
+            findings = [findings]
+        self.findings = tuple(findings)
+        super().__init__("; ".join(finding.message for finding in self.findings))
 
     def naming_variables(self, redactor: Redactor) -> LaunchError:
         """The same error, naming the variables whose values the stage file borrowed."""
@@ -155,6 +159,11 @@ def unreadable(path: object, error: OSError) -> NotReady:
     return not_ready("unreadable-file", f"cannot be read: {error.strerror}", file=str(path))
 
 
+def unwritable(path: object, error: OSError) -> NotReady:
+    message = f"cannot be written: {error.strerror or error}"
+    return not_ready("unwritable-file", message, file=str(path))
+
+
 def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
     """Those findings that stop a run: errors, and under `strict` warnings about the file too."""
     return tuple(finding for finding in findings if _is_stopping(finding, strict=strict))
@@ -177,4 +186,6 @@ def brief(value: object, limit: int = 80) -> str:
     if len(text) > limit:
         # half a token is not known for one when it is shown
         text = redaction.named_in_environment(text)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."

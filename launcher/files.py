@@ -43,7 +43,8 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     with open_regular(path) as stream:
         # to ask for `most` bytes at once allocates as many
         raw = stream.read(min(_BLOCK, most + 1))
-        raw += stream.read(most + 1 - len(raw)) if len(raw) == _BLOCK else b""
+        if len(raw) == _BLOCK:
+            raw += stream.read(most + 1 - len(raw))
     if len(raw) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return raw
@@ -51,29 +52,40 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 
 def lines(stream: BinaryIO) -> Iterator[bytes]:
     """The lines of a file; of a longer one than `parse_line` takes, as much as shows that."""
-    left, whole = MAX_LINES, True
-    while left > 0 and (raw := stream.readline(MAX_LINE + 1)):
+    left = MAX_LINES
+    at_begin = True
+    while left > 0:
+        raw = stream.readline(MAX_LINE + 1)
+        if not raw:
+            return
         left -= len(raw)
-        if whole:
+        if at_begin:
             yield raw
-        whole = len(raw) <= MAX_LINE or raw.endswith(b"\n")
+        at_begin = len(raw) <= MAX_LINE or raw.endswith(b"\n")
 
 
 def names(folder: Path | None) -> list[str]:
     """What lies in a folder, sorted; nothing where there is none, or it cannot be read."""
+    if folder is None:
+        return []
     try:
-        return sorted(os.listdir(folder)) if folder is not None else []
+        return sorted(os.listdir(folder))
     except (OSError, ValueError):
         return []
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The mappings in the lines of a JSONL file, without torn ones; none if it is unreadable."""
+    rows = []
     try:
         with open_regular(path) as stream:
-            return [row for line in lines(stream) if (row := parse_line(line))]
+            for line in lines(stream):
+                row = parse_line(line)
+                if row:
+                    rows.append(row)
     except OSError:
         return []
+    return rows
 
 
 def parse_json(raw: bytes) -> Any:
@@ -82,24 +94,29 @@ def parse_json(raw: bytes) -> Any:
 
     A character that no text or path can hold (NUL, half a surrogate pair) is replaced.
     """
+    decoder = _PLAIN
     # the hook makes ten times slower what has no such number in it
-    decoder = _BOUNDED if _LONG_NUMBER in raw.translate(_DIGITS_AS_0) else _PLAIN
+    if _LONG_NUMBER in raw.translate(_DIGITS_AS_0):
+        decoder = _BOUNDED
     try:
         value = decoder.decode(raw.decode())
     except RecursionError:
         raise ValueError("nested too deep") from None
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value):
         raise ValueError("nested too deep")
-    return _replace_impossible(value) if _IMPOSSIBLE_ESCAPE.search(raw) else value
+    if _IMPOSSIBLE_ESCAPE.search(raw):
+        return _replace_impossible(value)
+    return value
 
 
 def _replace_impossible(value: Any) -> Any:
     if isinstance(value, str):
         return _IMPOSSIBLE.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
-        return {
-            _replace_impossible(key): _replace_impossible(below) for key, below in value.items()
-        }
+        members = {}
+        for key, below in value.items():
+            members[_replace_impossible(key)] = _replace_impossible(below)
+        return members
     if isinstance(value, list):
         return [_replace_impossible(below) for below in value]
     return value
@@ -112,7 +129,8 @@ def _parse_whole(digits: str) -> int | float:
 
 
 _CONTAINERS = (dict, list)
-_PLAIN, _BOUNDED = json.JSONDecoder(), json.JSONDecoder(parse_int=_parse_whole)
+_PLAIN = json.JSONDecoder()
+_BOUNDED = json.JSONDecoder(parse_int=_parse_whole)
 _IMPOSSIBLE_ESCAPE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 # the halves from dc80 on stand for the bytes of a path that is no UTF-8
 _IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
@@ -143,11 +161,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_line(raw: bytes, most: int = MAX_LINE) -> dict[str, Any]:
     """One line of a JSONL file as a mapping; empty where it is torn, too long, or none."""
+    if len(raw) > most:
+        return {}
     try:
-        data = parse_json(raw) if len(raw) <= most else None
+        data = parse_json(raw)
     except ValueError:
         return {}
-    return data if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        return {}
+    return data
 
 
 def write_json(path: Path, data: Any) -> None:

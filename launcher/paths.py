@@ -30,8 +30,9 @@ def can_be_name(text: str) -> bool:
         raw = os.fsencode(text)
     except UnicodeEncodeError:
         return False
-    longest = max(len(part) for part in raw.split(b"/"))
-    return b"\0" not in raw and len(raw) <= _MOST_BYTES and longest <= _MOST_BYTES_OF_NAME
+    if b"\0" in raw or len(raw) > _MOST_BYTES:
+        return False
+    return all(len(part) <= _MOST_BYTES_OF_NAME for part in raw.split(b"/"))
 
 
 def expanded(text: str | Path) -> Path:
@@ -57,6 +58,12 @@ def is_pointer(path: Path) -> bool:
 
 def shipped(name: str) -> Path:
     """A file or folder of the project: in the clone, or below PREFIX/share/launch."""
-    places = [PROJECT / name] if IS_CLONE else []
-    places += [above / "share" / "launch" / name for above in (PROJECT, *PROJECT.parents[:3])]
-    return next((place for place in places if exists(place)), places[0])
+    places = []
+    if IS_CLONE:
+        places.append(PROJECT / name)
+    for above in (PROJECT, *PROJECT.parents[:3]):
+        places.append(above / "share" / "launch" / name)
+    for place in places:
+        if exists(place):
+            return place
+    return places[0]

@@ -27,14 +27,21 @@ _UNESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 def printable(text: str, *, commands: bool = False) -> str:
     """Text without control characters; a backslash stands before GitHub's `commands`."""
     if not text.isprintable():
-        text = _ESCAPES.sub("", text) if _BEGINS_ESCAPE.search(text) else text
-        text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    harmless = commands or not ("::" in text or "##[" in text)
-    return (
-        text
-        if harmless
-        else _COMMAND.sub(lambda match: "# #[" if match[1] is None else f"{match[1]}\\::", text)
-    )
+        if _BEGINS_ESCAPE.search(text):
+            text = _ESCAPES.sub("", text)
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        text = _CONTROL.sub("", text)
+    may_hold_command = "::" in text or "##[" in text
+    if commands or not may_hold_command:
+        return text
+    return _COMMAND.sub(_disarm_command, text)
+
+
+def _disarm_command(match: re.Match[str]) -> str:
+    indentation = match[1]
+    if indentation is None:
+        return "# #["
+    return f"{indentation}\\::"
 
 
 def folded(text: str) -> str:

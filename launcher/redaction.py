@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 from base64 import b64decode, b64encode
@@ -61,7 +62,9 @@ _ABOUT_VARIABLES = _ABOUT | frozenset(
 _OF_VARIABLES = frozenset("auth cred creds key passcode pass pk pwd secret sk token".split())
 _SHELL_FOLDERS = frozenset({"pwd", "oldpwd"})
 # what `launch` itself says is never a secret, whatever somebody chose as a password
-_OURS = frozenset({"backend", "code", "expected", "layer", "severity", "stage", "state", "status"})
+_OWN_KEYS = frozenset(
+    {"backend", "code", "expected", "layer", "severity", "stage", "state", "status"}
+)
 
 # how tokens begin, and how they go on
 _SHAPES: Mapping[str, str] = {
@@ -83,14 +86,17 @@ _SHAPES: Mapping[str, str] = {
     "SG.": r"[\w-]{16,}\.[\w-]{16,}",
     "dapi": "[0-9a-f]{32}",
 }
-_SHAPE = re.compile(
-    "(?<![A-Za-z0-9])(?:{})".format(
-        "|".join(
-            f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}"
-            for begins, rest in _SHAPES.items()
-        )
-    )
-)
+
+
+def _compile_shapes() -> re.Pattern[str]:
+    forms = []
+    for begins, rest in _SHAPES.items():
+        begin = "|".join(map(re.escape, begins.split()))
+        forms.append(f"(?:{begin}){rest}")
+    return re.compile(f"(?<![A-Za-z0-9])(?:{'|'.join(forms)})")
+
+
+_SHAPE = _compile_shapes()
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
 KEY_BLOCK = b"-----BEGIN "  # how a block of a private key in PEM begins, and of a certificate too
 _BASE64 = "[A-Za-z0-9+/=]"
@@ -209,11 +215,10 @@ def together(redactors: Iterable[Redactor]) -> Redactor:
 
 def named_in_environment(text: str) -> str:
     """The text without secrets; of those that a variable of this process holds, its name."""
-    secrets = [
-        name
-        for name, value in os.environ.items()
-        if is_secret_variable(name) and _is_telling(value)
-    ]
+    secrets = []
+    for name, value in os.environ.items():
+        if is_secret_variable(name) and _is_telling(value):
+            secrets.append(name)
     redactor = Redactor.of(os.environ, secrets)
     return redactor.redact(redactor.name_variables(text))
 
@@ -225,7 +230,9 @@ def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
     `environ` is that of this process where it is None. What files borrowed is known to a
     `Redactor`.
     """
-    return Redactor.of(os.environ if environ is None else environ).redact(value)
+    if environ is None:
+        environ = os.environ
+    return Redactor.of(environ).redact(value)
 
 
 def holds_secret(variable: str, value: str) -> bool:
@@ -234,22 +241,18 @@ def holds_secret(variable: str, value: str) -> bool:
     """
     if not value or value.lower() in _PLAIN_WORDS:
         return False
-    return is_secret_variable(variable) or not (
-        _PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value)
-    )
+    if is_secret_variable(variable):
+        return True
+    return not _PLACE.fullmatch(value) and not _WORDLIKE.fullmatch(value)
 
 
 def _name_variable(text: str, variable: str, value: str) -> str:
     name = f"${{oc.env:{variable}}}"
-    # as messages spell it: quoted, escaped, or its words one by one
+    # as messages spell it: escaped or not
     spellings = {value, repr(value)[1:-1], json.dumps(value)[1:-1], value.strip()}
-    forms = [re.escape(spelling) for spelling in spellings if len(spelling) > 3]
-    forms += [rf"(?<![\w./]){re.escape(word)}(?![\w/])" for word in value.split() if len(word) > 5]
-    forms += [rf"(?<=[`'\"]){re.escape(spelling)}(?=[`'\"])" for spelling in spellings if spelling]
-    if not forms:
+    pattern = _compile_spellings(value, spellings)
+    if pattern is None:
         return text
-    forms.sort(key=len, reverse=True)
-    pattern = re.compile("|".join(forms), re.IGNORECASE)
     parts = []
     # a value may be `oc` or `env`: what names a variable already is left as it is
     for index, part in enumerate(_INTERPOLATION.split(text)):
@@ -259,6 +262,25 @@ def _name_variable(text: str, variable: str, value: str) -> str:
                 part = _name_cut_value(part, spelling, name)
         parts.append(part)
     return "".join(parts)
+
+
+def _compile_spellings(value: str, spellings: Collection[str]) -> re.Pattern[str] | None:
+    """What a value is found by in a message; None for an empty one."""
+    forms = []
+    for spelling in spellings:
+        if len(spelling) > 3:
+            forms.append(re.escape(spelling))
+    for word in value.split():
+        if len(word) > 5:
+            forms.append(rf"(?<![\w./]){re.escape(word)}(?![\w/])")
+    for spelling in spellings:
+        if spelling:
+            # a short one is meant only between quotes
+            forms.append(rf"(?<=[`'\"]){re.escape(spelling)}(?=[`'\"])")
+    if not forms:
+        return None
+    forms.sort(key=len, reverse=True)
+    return re.compile("|".join(forms), re.IGNORECASE)
 
 
 def _name_cut_value(text: str, value: str, name: str) -> str:
@@ -275,32 +297,33 @@ def _name_cut_value(text: str, value: str, name: str) -> str:
 
 
 def redact_bytes(raw: bytes, secret_values: Sequence[str]) -> bytes:
-    """What a process printed, without tokens and values `known`; other lines stay as they are."""
+    """What a process printed, without tokens and these values; other lines stay as they are."""
     if b"PRIVATE KEY" in raw:
         raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
-    values = (value.encode("utf-8", "surrogateescape").lower() for value in secret_values)
-    hints = (*_HINTS, *values)
-
-    def may_hold_secret(text: bytes) -> bool:
-        small = text.lower()
-        if any(hint in small for hint in hints):
-            return True
-        # far faster than the pattern alone
-        return (
-            any(word in small for word in _WORDS_OF_NAMES) and _NAME_HINT.search(small) is not None
-        )
-
-    # most logs have none in many lines
-    if not may_hold_secret(raw):
-        return raw
+    hints = list(_HINTS)
+    for value in secret_values:
+        hints.append(value.encode("utf-8", "surrogateescape").lower())
 
     def clean(line: re.Match[bytes]) -> bytes:
-        if not may_hold_secret(line[0]):
+        if not _may_hold_secret(line[0], hints):
             return line[0]
         text = line[0].decode("utf-8", "surrogateescape")
         return _clean_text(text, secret_values).encode("utf-8", "surrogateescape")
 
+    # most logs have none in many lines
+    if not _may_hold_secret(raw, hints):
+        return raw
     return _LINE.sub(clean, raw)
+
+
+def _may_hold_secret(text: bytes, hints: Iterable[bytes]) -> bool:
+    small = text.lower()
+    if any(hint in small for hint in hints):
+        return True
+    # far faster than the pattern alone
+    if not any(word in small for word in _WORDS_OF_NAMES):
+        return False
+    return _NAME_HINT.search(small) is not None
 
 
 def known_values(environ: Mapping[str, str], borrowed: Collection[str] = ()) -> tuple[str, ...]:
@@ -368,15 +391,18 @@ def _encode_in_base64(text: str) -> set[str]:
     raw = text.encode(errors="surrogateescape")
     forms: set[str] = set()
     for before in range(3):
-        whole = b64encode(bytes(before) + raw).decode().rstrip("=")
+        longer = bytes(before) + raw
+        encoded = b64encode(longer).decode()
         # the characters at both ends hold bits of what stands beside it
-        begin = -(-before * 4 // 3)
-        end = (before + len(raw)) * 4 // 3
-        shared = whole[begin:end]
+        begin = math.ceil(before * 4 / 3)
+        end = len(longer) * 4 // 3
+        shared = encoded[begin:end]
         if len(shared) >= _SHORTEST:
             forms.add(shared)
     forms.add(b64encode(raw).decode().rstrip("="))
-    return forms | {form.replace("+", "-").replace("/", "_") for form in forms}
+    for form in list(forms):
+        forms.add(form.replace("+", "-").replace("/", "_"))
+    return forms
 
 
 def _decode_base64(value: str) -> str | None:
@@ -464,7 +490,8 @@ def _is_secret(name: str) -> bool:
 
 def _clean_value(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if isinstance(value, str):
-        if not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value):
+        tells_nothing = not value or value.lower() in _PLAIN_WORDS
+        if not name or tells_nothing or _REFERENCE.fullmatch(value):
             return _clean_text(value, secret_values)
         return REDACTED
     if isinstance(value, Mapping):
@@ -517,7 +544,9 @@ def _clean_record(record: Any, secret_values: Sequence[str]) -> Any:
 
 
 def _is_own_word(key: object, value: object) -> bool:
-    return key in _OURS and isinstance(value, str) and value.replace("-", "_").isidentifier()
+    if key not in _OWN_KEYS or not isinstance(value, str):
+        return False
+    return value.replace("-", "_").isidentifier()
 
 
 def _clean_words(values: Sequence[Any], name: str, secret_values: Sequence[str]) -> list[Any]:
@@ -542,13 +571,22 @@ def _clean_text(text: str, secret_values: Sequence[str]) -> str:
     if "PRIVATE KEY" in text:
         text = _KEY_BLOCK.sub(rf"\1{REDACTED}", text)
     text = _SHAPE.sub(REDACTED, text)
+    behind_begin = rf"\1{REDACTED}"
     if "://" in text:
-        text = _USER.sub(
-            lambda match: f"{match[1]}:{REDACTED}" if match[1] is not None else REDACTED, text
-        )
-        text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
-    text = _BEARER.sub(rf"\1{REDACTED}", text)
-    return _FLAG.sub(_clean_flag, _clean_pairs(text))
+        text = _USER.sub(_clean_user, text)
+        text = _WEBHOOK.sub(behind_begin, text)
+        text = _QUERY.sub(behind_begin, text)
+    text = _BEARER.sub(behind_begin, text)
+    text = _clean_pairs(text)
+    return _FLAG.sub(_clean_flag, text)
+
+
+def _clean_user(match: re.Match[str]) -> str:
+    """`user:<redacted>` for a name with a password, nothing of a token in their place."""
+    user = match[1]
+    if user is None:
+        return REDACTED
+    return f"{user}:{REDACTED}"
 
 
 def _clean_flag(match: re.Match[str]) -> str:
@@ -563,33 +601,42 @@ def _clean_pairs(text: str) -> str:
     parts = []
     done = 0
     for named in _NAME.finditer(text):
-        name = named["name"]
-        sign = named["sign"]
         if named.start() < done:
             continue
-        if not is_secret(name) and not ("=" in sign and is_secret_variable(name)):
-            continue
-        # before a colon `token` is a word of a sentence
-        is_name = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
-        value = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
-        if value is None or _is_harmless(name, value["quoted"] or value["plain"]):
-            continue
-        quote = value["quote"] or ""
-        if name.isupper() and sign == "=" and not quote:
-            value = _VARIABLE.match(text, named.end()) or value
-        parts += [text[done : value.start()], f"{quote}{REDACTED}{quote}"]
-        done = value.end()
+        span = _find_secret_value(text, named)
+        if span is not None:
+            begin, end = span
+            parts += [text[done:begin], REDACTED]
+            done = end
     return "".join([*parts, text[done:]])
+
+
+def _find_secret_value(text: str, named: re.Match[str]) -> tuple[int, int] | None:
+    """Where the value of a name lies, without its quotes; None if it is no secret."""
+    name = named["name"]
+    sign = named["sign"]
+    is_assigned = "=" in sign
+    if not is_secret(name) and not (is_assigned and is_secret_variable(name)):
+        return None
+    has_words = len(_WORD.findall(name)) > 1 or name.lower().endswith(_ENDINGS)
+    if not is_assigned and not has_words and not name.isupper():
+        # before a colon `token` is a word of a sentence
+        return None
+    value = _VALUE.match(text, named.end())
+    if value is None or _is_harmless(name, value["quoted"] or value["plain"]):
+        return None
+    if value["quoted"]:
+        return value.span("quoted")
+    if name.isupper() and sign == "=":
+        value = _VARIABLE.match(text, named.end()) or value
+    return value.span("plain")
 
 
 def _is_harmless(name: str, value: str) -> bool:
     # a shell has what was taken out in quotes: without them it would be a redirection
     value = value.strip("'\"")
+    if value.lower() in _PLAIN_WORDS or value == REDACTED or _REFERENCE.fullmatch(value):
+        return True
     # a count of tokens, an index of a key
     counted = not name.isupper() and name.lower().endswith(("token", "key"))
-    return (
-        value.lower() in _PLAIN_WORDS
-        or value == REDACTED
-        or _REFERENCE.fullmatch(value) is not None
-        or (counted and value.replace(".", "").isdigit())
-    )
+    return counted and value.replace(".", "").isdigit()

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,46 +245,55 @@ def measure(name: str, words: Sequence[str], assets: Path) -> tuple[list[Row], l
         return [], [f["message"] for f in findings if f["severity"] == "error"]
     rows = []
     missing = []
-    for setting, line, runs in measurements(data):
+    for measurement in list_measurements(data):
+        line = measurement.line
         standing = f"{line['standing']}: {line['why']}"
-        if line["standing"] in ("failed", "flawed") or not runs or line.get(SPEED) is None:
+        failed = line["standing"] in ("failed", "flawed") or line.get(SPEED) is None
+        if failed or measurement.run is None:
             missing.append(f"{line['variant']}: {standing}")
             continue
-        row = row_of(name, setting, shlex.join(words), line, Path(runs[0]))
+        row = row_of(name, measurement.setting, shlex.join(words), line, measurement.run)
         if line["standing"] in ("loss changed", "unproven", "unknown"):
             row["note"] = standing
         rows.append(row)
     return rows, missing
 
 
-def measurements(data: Mapping[str, Any]) -> list[tuple[str, Row, list[str]]]:
-    """The variants of a comparison, or the first and best trial of a search.
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A setting, its line of the answer, and the folder of its first successful run."""
 
-    Setting, line of the answer and folders of the successful runs of each.
-    """
+    setting: str
+    line: Row
+    run: Path | None
+
+
+def list_measurements(data: Row) -> list[Measurement]:
+    """The variants of a comparison, or the first and best trial of a search."""
     trials = data.get("trials")
+    chosen = []
     if not trials:
-        return [
-            (slug(line["variant"]), line, successful_runs(data["samples"], line))
-            for line in data["rows"]
-        ]
+        for line in data["rows"]:
+            run = find_successful_run(data["samples"], line)
+            chosen.append(Measurement(slug(line["variant"]), line, run))
+        return chosen
     samples = [trial["sample"] for trial in trials]
     hand_recipe = data["bench"][0]
-    chosen = [("hand_recipe", hand_recipe, successful_runs(samples, hand_recipe))]
+    run = find_successful_run(samples, hand_recipe)
+    chosen.append(Measurement("hand_recipe", hand_recipe, run))
     settings = {trial["name"]: trial["settings"] for trial in trials}
     best = (data.get("best") or {}).get("settings")
     for line in data["bench"][1:]:
         if settings[line["variant"]] == best:
-            chosen.append(("tuned", line, successful_runs(samples, line)))
+            chosen.append(Measurement("tuned", line, find_successful_run(samples, line)))
     return chosen
 
 
-def successful_runs(samples: Iterable[Mapping[str, Any]], line: Row) -> list[str]:
-    runs = []
+def find_successful_run(samples: Iterable[Row], line: Row) -> Path | None:
     for sample in samples:
         if sample["variant"] == line["variant"] and sample["cause"] == "ok":
-            runs.append(sample["run"])
-    return runs
+            return Path(sample["run"])
+    return None
 
 
 def row_of(case: str, setting: str, command: str, line: Row, run: Path) -> Row:
@@ -308,16 +317,16 @@ def figures_of(run: Path) -> Row:
     parameters = None
     gradients = "unknown"
     norms: list[float | None] = []
-    for path in sorted(run.glob("probe/rank-*.jsonl"))[:1]:
-        for line in path.read_text("utf-8").splitlines():
-            event = json.loads(line)
-            if event["event"] == "model" and parameters is None:
-                parameters = event.get("parameters")
-            elif event["event"] == "gradients":
-                gradients = event["state"]
-            elif event["event"] == "step" and len(norms) < 6:
-                norm = event.get("grad_norm")
-                norms.append(None if norm is None else float(f"{norm:.4g}"))
+    for event in read_events(run):
+        if event["event"] == "model" and parameters is None:
+            parameters = event.get("parameters")
+        elif event["event"] == "gradients":
+            gradients = event["state"]
+        elif event["event"] == "step" and len(norms) < 6:
+            norm = event.get("grad_norm")
+            if norm is not None:
+                norm = float(f"{norm:.4g}")
+            norms.append(norm)
     return {
         "mfu": verdict["metrics"].get("mfu"),
         "parameters": parameters,
@@ -327,24 +336,33 @@ def figures_of(run: Path) -> Row:
     }
 
 
+def read_events(run: Path) -> list[Row]:
+    """What the probe recorded in the first rank."""
+    path = min(run.glob("probe/rank-*.jsonl"), default=None)
+    if path is None:
+        return []
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
 def merge(rows: list[Row], new: Iterable[Row]) -> None:
     """Put new rows in place of those with their case and setting, or behind their case."""
     for row in new:
         place = len(rows)
-        replaced = 0
         for number, old in enumerate(rows):
-            if old["case"] == row["case"] and not replaced:
+            if old["case"] == row["case"]:
                 place = number + 1
                 if old["setting"] == row["setting"]:
-                    place = number
-                    replaced = 1
-        rows[place : place + replaced] = [row]
+                    rows[number] = row
+                    break
+        else:
+            rows.insert(place, row)
 
 
 def table(rows: Iterable[Row]) -> str:
     """The rows in Markdown."""
     lines = [f"| {' | '.join(TABLE_HEAD)} |", f"|{'---|' * len(TABLE_HEAD)}"]
-    lines += [f"| {' | '.join(cells_of(row))} |" for row in rows]
+    for row in rows:
+        lines.append(f"| {' | '.join(cells_of(row))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -355,20 +373,18 @@ def cells_of(row: Row) -> list[str]:
         spread = f", {speed['min']:,} – {speed['max']:,}"
     mfu = 6 * row["parameters"] * speed["median"] / H100_FLOPS
     norms = [f"{norm:.3g}" for norm in row.get("gradient_norms", ()) if norm]
-    optional = [
-        row["mfu"] and f"{100 * row['mfu']:.1f} %",
-        row["loss_per_token"],
-        row["peak_gib"],
-        " ".join(norms) or None,
-    ]
-    return [
+    cells = [
         row["case"],
         row.get("tool", "launch"),
         row["setting"],
         f"{speed['median']:,}{spread} ({speed['n']})",
         f"{100 * mfu:.1f} %",
-        *("–" if figure is None else str(figure) for figure in optional),
+        row["mfu"] and f"{100 * row['mfu']:.1f} %",
+        row["loss_per_token"],
+        row["peak_gib"],
+        " ".join(norms) or None,
     ]
+    return ["–" if cell is None else str(cell) for cell in cells]
 
 
 def renewed(page: str, rows: Iterable[Row]) -> str:
@@ -390,18 +406,21 @@ def make_assets(python: str, assets: Path) -> int:
     """Make the models and data unless they exist; returns the maker's exit code."""
     if (assets / "assets.json").is_file():
         return 0
-    path = str(ROOT)
+    environ = dict(os.environ)
+    environ["PYTHONPATH"] = str(ROOT)
     if os.environ.get("PYTHONPATH"):
-        path += os.pathsep + os.environ["PYTHONPATH"]
+        environ["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
     maker = [python, str(MAKER), "--out", str(assets)]
-    return subprocess.run(maker, env={**os.environ, "PYTHONPATH": path}).returncode
+    return subprocess.run(maker, env=environ).returncode
 
 
 def main(options: argparse.Namespace) -> int:
     """List the cases, or run those that this machine can; returns the exit code."""
     assets: Path = options.assets.absolute()
     names = [case.name for case in CASES]
-    wanted = options.only.split(",") if options.only else names
+    wanted = names
+    if options.only:
+        wanted = options.only.split(",")
     unknown = sorted(set(wanted) - set(names))
     if unknown:
         listed = ", ".join(names)
@@ -431,29 +450,34 @@ def main(options: argparse.Namespace) -> int:
     code = make_assets(python, assets)
     if code:
         return code
-    match = re.search(r"[A-Z]+\d+\w*", gpus[0])
-    card = slug(match[0] if match else gpus[0])
     for case in cases:
         left = (end - time.monotonic()) / 60
         needed = case.needs.format(assets=assets)
         if left < case.minutes:
             expected = f"{case.minutes:g} minutes expected, {left:.0f} left"
             print(f"left out: {case.name}: {expected}")
-            continue
-        if needed and not Path(needed).is_file():
+        elif needed and not Path(needed).is_file():
             print(f"left out: {case.name}: {needed} is missing, which an earlier case makes")
-            continue
-        words = command_of(case, assets, options.repeats)
-        print(f"{case.name}: {shlex.join(words)}", flush=True)
-        rows, missing = measure(f"{case.case}-{case.gpus}x{card}", words, assets)
-        save(rows)
-        if not rows:
+        elif not run_case(case, gpus[0], assets, options.repeats):
             code = 1
-        print(table(rows), end="")
-        for line in missing:
-            print(f"not measured: {line}")
-        print(flush=True)
     return code
+
+
+def run_case(case: Case, gpu: str, assets: Path, repeats: int | None) -> bool:
+    """Run a case, save its rows and print them; whether it has any."""
+    card = slug(gpu)
+    match = re.search(r"[A-Z]+\d+\w*", gpu)
+    if match is not None:
+        card = slug(match[0])
+    words = command_of(case, assets, repeats)
+    print(f"{case.name}: {shlex.join(words)}", flush=True)
+    rows, missing = measure(f"{case.case}-{case.gpus}x{card}", words, assets)
+    save(rows)
+    print(table(rows), end="")
+    for line in missing:
+        print(f"not measured: {line}")
+    print(flush=True)
+    return bool(rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from launcher.machine.git import Repository
 from launcher.upstream import history
@@ -22,8 +22,15 @@ from launcher.upstream.trainers import BACKENDS
 
 PACKAGE = "open_instruct"
 TARGET = Path(history.__file__).parent / "snapshots" / "history.json"
-Change = dict[str, Any]
-"""A commit of the table: its hash, date and pull request, and its rows under `events`."""
+
+
+class CommitChanges(TypedDict):
+    """A commit of the table, with a row for each argument that it changed."""
+
+    commit: str
+    date: str
+    pull: int | None
+    events: list[list[Any]]
 
 
 def main(arguments: list[str]) -> int:
@@ -47,7 +54,8 @@ def main(arguments: list[str]) -> int:
             edited[_identity(change, row)] = row
     later = _find_later_changes(repository, table["scripts"], kept, commit)
     for change in later:
-        change["events"] = [edited.get(_identity(change, row), row) for row in change["events"]]
+        events = change["events"]
+        change["events"] = [edited.get(_identity(change, row), row) for row in events]
     table["changes"] = [*later, *kept]
     table["commit"] = commit
     TARGET.write_text(render(data), encoding="utf-8")
@@ -58,17 +66,17 @@ def _list_commits(repository: Repository, revisions: str) -> list[str]:
     return (repository.ask("rev-list", revisions, "--") or "").split()
 
 
-def _identity(change: Change, row: list[Any]) -> tuple[str, ...]:
+def _identity(change: CommitChanges, row: list[Any]) -> tuple[str, ...]:
     """What a row is about: the commit, the scripts, what happened, the argument."""
     return (change["commit"], *row[:3])
 
 
 def _find_later_changes(
-    repository: Repository, scripts: list[str], kept: Iterable[Change], commit: str
-) -> list[Change]:
+    repository: Repository, scripts: list[str], kept: Iterable[CommitChanges], commit: str
+) -> list[CommitChanges]:
     """The changes from the baseline to `commit`, newest first."""
     base = BACKENDS[PACKAGE].BASELINE
-    changes: dict[str, Change] = {}
+    changes: dict[str, CommitChanges] = {}
     for stage, entry in BACKENDS[PACKAGE].STAGES.items():
         if entry.script not in scripts:
             # added later than the table: without its arguments at the baseline
@@ -80,22 +88,21 @@ def _find_later_changes(
             print(f"{entry.script} {key}:")
             for change in history.find(repository, key, entry.script, base, commit):
                 print(f"  {history.sentence(change)}")
-                if change.commit not in changes:
-                    changes[change.commit] = {
-                        "commit": change.commit,
-                        "date": change.date,
-                        "pull": change.pull,
-                        "events": [],
-                    }
+                of_commit = changes.setdefault(
+                    change.commit,
+                    CommitChanges(
+                        commit=change.commit, date=change.date, pull=change.pull, events=[]
+                    ),
+                )
                 instead = change.to or list(change.see) or None
-                changes[change.commit]["events"].append(
+                of_commit["events"].append(
                     [number, change.what, key, instead, change.owner, change.file, change.line]
                 )
     order = _list_commits(repository, f"{base}..{commit}")
     return [changes[name] for name in order if name in changes]
 
 
-def _present_arguments(changes: Iterable[Change], number: str) -> set[str]:
+def _present_arguments(changes: Iterable[CommitChanges], number: str) -> set[str]:
     """The arguments of a script whose newest change did not remove them."""
     newest: dict[str, str] = {}
     for change in changes:
@@ -113,7 +120,7 @@ def render(data: Mapping[str, Any]) -> str:
         if isinstance(table, dict):
             changes = []
             for change in table["changes"]:
-                events = [json.dumps(event) for event in change["events"]]
+                events = map(json.dumps, change["events"])
                 changes.append(_open_list(change, "events", events))
             text = _open_list(table, "changes", changes, end="\n")
         parts.append(f"{json.dumps(name)}: {text}")

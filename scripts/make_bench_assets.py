@@ -20,7 +20,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -75,21 +75,14 @@ def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     tokens_per_word = len(tokenizer(sample)["input_ids"]) / 10_000
     writer = Writer(chance, words, tokens_per_word, size)
 
-    chats = [writer.write_chat() for _ in range(size.chats)]
-    rows: list[Row] = [{"id": str(n), "messages": messages} for n, messages in enumerate(chats)]
-    write_rows(out / "sft" / "train.jsonl", rows)
-    pairs: list[Row] = []
-    answers = []
-    for chosen in chats[: size.pairs]:
-        rejected = writer.write_rejected(chosen[0]["content"])
-        pairs.append({"chosen": chosen, "rejected": rejected})
-        answers += [chosen, rejected]
-    write_rows(out / "dpo" / "train.jsonl", pairs)
+    chats = write_chats(out / "sft" / "train.jsonl", writer)
+    first_chats = chats[: size.pairs]
+    answers = write_pairs(out / "dpo" / "train.jsonl", writer, first_chats)
     summary: dict[str, Any] = {
         "seed": SEED,
         "tiny": tiny,
         "chats": {"rows": len(chats), **measure_lengths(tokenizer, chats)},
-        "pairs": {"rows": len(pairs), **measure_lengths(tokenizer, answers)},
+        "pairs": {"rows": len(first_chats), **measure_lengths(tokenizer, answers)},
         "models": {name: make_model(out, name, tokenizer, tiny=tiny) for name in models},
     }
     for name in ("chats", "pairs"):
@@ -138,6 +131,30 @@ class Writer:
         """The question with another answer."""
         length = self.draw_length() - len(question.split()) * self.tokens_per_word
         return chat(question, self.write(max(self.size.least, length)))
+
+
+def write_chats(path: Path, writer: Writer) -> list[list[Message]]:
+    """Write the rows for SFT; returns the chats in them."""
+    chats = []
+    rows: list[Row] = []
+    for number in range(writer.size.chats):
+        messages = writer.write_chat()
+        chats.append(messages)
+        rows.append({"id": str(number), "messages": messages})
+    write_rows(path, rows)
+    return chats
+
+
+def write_pairs(path: Path, writer: Writer, chats: Iterable[list[Message]]) -> list[list[Message]]:
+    """Write the rows for DPO, another answer beside each chat; returns all chats in them."""
+    answers = []
+    rows: list[Row] = []
+    for chosen in chats:
+        rejected = writer.write_rejected(chosen[0]["content"])
+        rows.append({"chosen": chosen, "rejected": rejected})
+        answers += [chosen, rejected]
+    write_rows(path, rows)
+    return answers
 
 
 def measure_lengths(

@@ -96,7 +96,7 @@ def standard_library_entries() -> Iterator[Entry]:
         parts = path.relative_to(root).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        if parts and not any(p in SKIPPED_PACKAGES or not public(p) for p in parts):
+        if parts and SKIPPED_PACKAGES.isdisjoint(parts) and all(map(public, parts)):
             yield from file_entries(path, ".".join(parts))
 
 
@@ -116,12 +116,13 @@ def node_entries(node: Documented, name: str) -> Iterator[Entry]:
     if answer:
         kind = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
         yield Entry(name=name, kind=kind, answer=answer)
-    if isinstance(node, ast.Module | ast.ClassDef):
-        for child in node.body:
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and public(
-                child.name
-            ):
-                yield from node_entries(child, f"{name}.{child.name}")
+    if not isinstance(node, ast.Module | ast.ClassDef):
+        return
+    for child in node.body:
+        if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if public(child.name):
+            yield from node_entries(child, f"{name}.{child.name}")
 
 
 def public(name: str) -> bool:
@@ -133,11 +134,15 @@ def opening(docstring: str) -> str:
     shortest, longest = ANSWER_CHARACTERS
     answer = ""
     for paragraph in docstring.strip().split("\n\n"):
-        longer = f"{answer}\n\n{paragraph.rstrip()}" if answer else paragraph.rstrip()
+        longer = paragraph.rstrip()
+        if answer:
+            longer = f"{answer}\n\n{longer}"
         if len(longer) > longest:
             break
         answer = longer
-    return answer if len(answer) >= shortest else ""
+    if len(answer) < shortest:
+        return ""
+    return answer
 
 
 def choose(entries: Iterable[Entry]) -> list[Entry]:
@@ -145,8 +150,8 @@ def choose(entries: Iterable[Entry]) -> list[Entry]:
     by_answer: dict[str, Entry] = {}
     for entry in entries:
         by_answer.setdefault(entry.answer, entry)
-    found = list(by_answer.values())
-    return random.Random(SEED).sample(found, min(CHATS, len(found)))
+    distinct = list(by_answer.values())
+    return random.Random(SEED).sample(distinct, min(CHATS, len(distinct)))
 
 
 def sft_rows(entries: Sequence[Entry]) -> list[Row]:
@@ -195,7 +200,8 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     # AutoTokenizer rebuilds the tokenizer of a Qwen2 model with Qwen2's own way to split text,
     # whatever tokenizer.json says: learn the merges on the same pieces.
     qwen2 = Qwen2Tokenizer().backend_tokenizer
-    bpe.normalizer, bpe.pre_tokenizer = qwen2.normalizer, qwen2.pre_tokenizer
+    bpe.normalizer = qwen2.normalizer
+    bpe.pre_tokenizer = qwen2.pre_tokenizer
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,

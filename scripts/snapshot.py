@@ -36,7 +36,9 @@ def main(words: list[str]) -> int:
         print("no open-instruct checkout here; name one", file=sys.stderr)
         return 1
     repository = Repository(place.expanduser())
-    backends = [options.only] if options.only else list(BACKENDS)
+    backends = list(BACKENDS)
+    if options.only:
+        backends = [options.only]
     try:
         for backend in backends:
             write_snapshots(backend, repository)
@@ -102,7 +104,8 @@ def write_tables(repository: Repository) -> tuple[Sequence[str], Sequence[cited.
     tables = cited.take_tables(citing, citations.committed().tables, installed, trees, later)
     (snapshot.FOLDER / "cited.json").write_text(tables.text(), encoding="utf-8")
     releases = tables.committed.tables
-    print(f"cited: {sum(map(len, releases.values()))} places in {len(releases)} releases")
+    places = sum(map(len, releases.values()))
+    print(f"cited: {places} places in {len(releases)} releases")
     return tables.problems, cited.stale(citing, tables.committed.at_pin_or_later(), pin)
 
 

@@ -557,7 +557,9 @@ def render_row(result: KindResult) -> str:
     weights = [run.largest_weight_difference for run in result.runs]
     wrong_steps = 0
     for run in result.runs:
-        wrong_steps += sum("metrics.jsonl" in fault for fault in run.faults)
+        for fault in run.faults:
+            if "metrics.jsonl" in fault:
+                wrong_steps += 1
     cells = [
         KINDS[result.kind].title,
         result.kills,
@@ -575,14 +577,14 @@ def render_row(result: KindResult) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kinds", nargs="*", default=[], metavar="KIND", help="trl, sft, dpo")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="trl, sft, dpo")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, help="a folder to keep; default: a temporary one")
     parser.add_argument("--out", type=Path, help="write the result there, and a page beside it")
     options = parser.parse_args()
     options.kinds = options.kinds or list(KINDS)
-    if not KINDS.keys() >= set(options.kinds):
+    if not set(options.kinds) <= KINDS.keys():
         parser.error(f"KIND is one of {', '.join(KINDS)}")
     return options
 

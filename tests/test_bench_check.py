@@ -21,7 +21,7 @@ def timer(*seconds: float) -> Callable[[], float]:
 
 
 def pair(name: str, launch: Callable[[], float], neighbour: Callable[[], float]) -> ratio.Pair:
-    return ratio.Pair(name=name, what="a / b", ours=launch, beside=neighbour, rounds=3)
+    return ratio.Pair(name=name, what="a / b", launch=launch, neighbour=neighbour, rounds=3)
 
 
 def test_a_ratio_is_the_median_of_rounds_and_one_call_before_them_does_not_count() -> None:

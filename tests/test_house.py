@@ -1,6 +1,8 @@
 """What the source is held to, as numbers that may fall and never rise."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 
 from conftest import REPOSITORY
@@ -30,3 +32,9 @@ def test_no_class_name_twice() -> None:
 
 def test_the_formatter_is_never_fought() -> None:
     assert sum(text.count("# fmt: skip") for text in MODULES.values()) == 0
+
+
+def test_no_expression_packs_several_steps() -> None:
+    command = [sys.executable, "scripts/check_expressions.py", "launcher", "tests", "scripts"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout == done.stderr == ""

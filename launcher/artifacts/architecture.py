@@ -39,9 +39,8 @@ class Layout:
     """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most
     of them, "switchable" where `use_sliding_window`.
     """
-    keys: Mapping[
-        str, Any
-    ]  # what transformers' config class takes where a key is absent, as far as it is not derived
+    keys: Mapping[str, Any]
+    """What transformers' config class takes where a key is absent, as far as it is not derived."""
     nulls: frozenset[str] = frozenset({"num_key_value_heads"})
     """Keys that the class lets be null: then they are derived."""
 
@@ -118,7 +117,9 @@ class Shape:
     @property
     def multiplied(self) -> int:
         """Parameters that a token is multiplied with: an embedding only looked up is none."""
-        return self.parameters - (0 if self.tied else self.embedding)
+        if self.tied:
+            return self.parameters
+        return self.parameters - self.embedding
 
     @property
     def sizes(self) -> list[int]:
@@ -233,7 +234,9 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         window=reader.window(),
     )
     shape = replace(shape, layer=_size_layer(reader, shape))
-    return shape if reader.flag("tie_word_embeddings") else untied(shape)
+    if reader.flag("tie_word_embeddings"):
+        return shape
+    return untied(shape)
 
 
 def _size_layer(reader: _ConfigReader, shape: Shape) -> dict[str, Size]:
@@ -259,10 +262,12 @@ def _size_layer(reader: _ConfigReader, shape: Shape) -> dict[str, Size]:
         sizes[f"{name}.weight"] = (out, into)
         if bias:
             sizes[f"{name}.bias"] = (out,)
-        if layout.qk_norm and name == "self_attn.o_proj":
-            is_full = layout.qk_norm == "full"
-            sizes["self_attn.q_norm.weight"] = (shape.query if is_full else shape.head_dim,)
-            sizes["self_attn.k_norm.weight"] = (shape.key if is_full else shape.head_dim,)
+        if layout.qk_norm == "full" and name == "self_attn.o_proj":
+            sizes["self_attn.q_norm.weight"] = (shape.query,)
+            sizes["self_attn.k_norm.weight"] = (shape.key,)
+        if layout.qk_norm == "head" and name == "self_attn.o_proj":
+            sizes["self_attn.q_norm.weight"] = (shape.head_dim,)
+            sizes["self_attn.k_norm.weight"] = (shape.head_dim,)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if layout.post_norm:
         norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
@@ -290,7 +295,9 @@ class _ConfigReader:
         if key not in self.config:
             return self.layout.keys.get(key, default)
         value = self.config[key]
-        return default if value is None and key in self.layout.nulls else value
+        if value is None and key in self.layout.nulls:
+            return default
+        return value
 
     def flag(self, key: str) -> bool:
         value = self.value(key, False)
@@ -301,10 +308,10 @@ class _ConfigReader:
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
-            fault = f"is {_render_value(value)}" if key in self.config else "is missing"
-            raise self.fault(
-                f"`{key}` {fault}", "its config.json must hold it as a whole number above 0"
-            )
+            fault = f"`{key}` is missing"
+            if key in self.config:
+                fault = f"`{key}` is {_render_value(value)}"
+            raise self.fault(fault, "its config.json must hold it as a whole number above 0")
         return value
 
     def window(self) -> int:
@@ -314,7 +321,9 @@ class _ConfigReader:
         window = self.value("sliding_window")
         if windows != "always" and not is_on:
             return 0
-        return window if isinstance(window, int) and window > 0 else 0
+        if isinstance(window, int) and window > 0:
+            return window
+        return 0
 
     def fault(
         self, message: str, help: str = "transformers does not run such a model"
@@ -323,7 +332,9 @@ class _ConfigReader:
 
 
 def _render_value(value: object) -> str:
-    return "null" if value is None else brief(repr(value), 40)
+    if value is None:
+        return "null"
+    return brief(repr(value), 40)
 
 
 @functools.cache

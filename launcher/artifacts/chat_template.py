@@ -52,7 +52,9 @@ def _find_folder(model: str, environ: Mapping[str, str]) -> Path | None:
     if config is not None:
         return config.parent
     folder = Path(model)
-    return folder if is_dir(folder) else None
+    if is_dir(folder):
+        return folder
+    return None
 
 
 def _read_text(path: Path) -> str | None:
@@ -69,7 +71,9 @@ def _pick_default(template: object) -> str:
             if isinstance(variant, dict) and variant.get("name") == "default":
                 return str(variant.get("template") or "")
         return ""
-    return template if isinstance(template, str) else ""
+    if isinstance(template, str):
+        return template
+    return ""
 
 
 def is_template(value: object) -> bool:

@@ -58,7 +58,9 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        return self.number if self.kind == "step" else None
+        if self.kind != "step":
+            return None
+        return self.number
 
 
 def find(
@@ -101,7 +103,11 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     for name in candidates:
         if (output / name / "COMPLETED").exists():
             marked.append(output / name)
-    return max(marked, key=lambda path: int(path.name.split("_")[-1]), default=None)
+    return max(marked, key=_read_number, default=None)
+
+
+def _read_number(path: Path) -> int:
+    return int(path.name.split("_")[-1])
 
 
 def _keep_prefixed(names: Iterable[str], prefix: str) -> list[str]:
@@ -125,7 +131,9 @@ def strange_names(backend: str, output: Path | None) -> list[str]:
 def folder_name(backend: str, kind: Kind, number: int) -> str | None:
     """What a trainer calls a checkpoint of so many steps, or of an epoch; None if it saves none."""
     stem = _find_layout(backend).stems.get(kind)
-    return None if stem is None else f"{stem}{number}"
+    if stem is None:
+        return None
+    return f"{stem}{number}"
 
 
 def model_fault(folder: Path | None) -> str | None:
@@ -139,7 +147,9 @@ def model_fault(folder: Path | None) -> str | None:
 def damage(folder: Path) -> str | None:
     """What is wrong with the weights that lie in a folder; None where none do, or all are whole."""
     fault = _find_weights_fault(folder)
-    return None if fault == model_files.NO_WEIGHTS else fault
+    if fault == model_files.NO_WEIGHTS:
+        return None
+    return fault
 
 
 def _list_folders(backend: str, output: Path | None) -> Iterator[Path]:
@@ -159,15 +169,22 @@ _ONE_RANK = "rng_state.pth"
 def _read_checkpoint(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
     names = set(files.names(path))
     stem, number = re.split("[_-]", path.name)
+    kind: Kind = "step"
+    if stem == "epoch":
+        kind = "epoch"
     state = files.read_json(path / "trainer_state.json")
     epochs = state.get("epoch")
+    if isinstance(epochs, int | float):
+        epochs = float(epochs)
+    else:
+        epochs = None
     return Checkpoint(
         path=path,
-        kind="epoch" if stem == "epoch" else "step",
+        kind=kind,
         number=int(number),
         marked=bool(state) or "COMPLETED" in names,
         why_incomplete=_find_fault(layout, path, names, state, ranks),
-        epochs=float(epochs) if isinstance(epochs, int | float) else None,
+        epochs=epochs,
         ranks=_count_ranks(layout, names),
     )
 
@@ -182,9 +199,7 @@ def _find_fault(
         number = re.split("[_-]", path.name)[-1]
         if state.get("global_step") != int(number):
             return f"trainer_state.json is not that of step {number}"
-    fault = _find_state_fault(
-        path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}"
-    )
+    fault = _find_state_fault(layout, path, names)
     if fault is not None:
         return fault
     if _ONE_RANK in names and (ranks or 1) == 1:
@@ -246,27 +261,35 @@ def _find_layout(backend: str) -> _Layout:
     return _LAYOUTS[trainer.CHECKPOINTS]
 
 
-def _find_state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
-    """What is wrong with weights, optimizer and schedule, in whichever of the three layouts."""
+def _find_state_fault(layout: _Layout, path: Path, names: set[str]) -> str | None:
+    """What is wrong with weights, optimizer and schedule: DeepSpeed's, FSDP's, or those of one
+    process.
+    """
     engine = _find_engine_folder(path, names)
-    sharded = [
-        name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))
-    ]
     if engine is not None:
         fault = _find_engine_fault(engine)
-    elif any(name.startswith("pytorch_model_fsdp") for name in sharded):
-        fault = _find_fsdp_fault(path, sharded)
+    elif _keep_prefixed(names, "pytorch_model_fsdp"):
+        fault = _find_fsdp_fault(path, names)
     else:
-        fault = _find_weights_fault(path)
-        if fault is None and optimizer not in names:
-            fault = f"it holds the model without {optimizer}"
-        fault = fault or archive_fault(path / optimizer)
+        fault = _find_single_fault(path, names, f"optimizer.{layout.suffix}")
     if fault is not None:
         return fault
-    if scheduler not in names:
-        # DeepSpeed's own schedule lies in its engine's state
-        return f"it lacks {scheduler}" if engine is None else None
-    return archive_fault(path / scheduler)
+    scheduler = f"scheduler.{layout.suffix}"
+    if scheduler in names:
+        return archive_fault(path / scheduler)
+    if engine is None:
+        return f"it lacks {scheduler}"
+    # DeepSpeed's own schedule lies in its engine's state
+    return None
+
+
+def _find_single_fault(path: Path, names: set[str], optimizer: str) -> str | None:
+    fault = _find_weights_fault(path)
+    if fault is not None:
+        return fault
+    if optimizer not in names:
+        return f"it holds the model without {optimizer}"
+    return archive_fault(path / optimizer)
 
 
 def _find_ranks_fault(
@@ -331,9 +354,14 @@ def _find_engine_fault(folder: Path) -> str | None:
 
 def _find_fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
     """Single files, or folders of torch's distributed checkpoints, which write `.metadata` last."""
-    for name in names:
-        check = _find_distributed_fault if is_dir(path / name) else archive_fault
-        fault = check(path / name)
+    for name in sorted(names):
+        if not name.startswith(("pytorch_model_fsdp", "optimizer_")):
+            continue
+        place = path / name
+        if is_dir(place):
+            fault = _find_distributed_fault(place)
+        else:
+            fault = archive_fault(place)
         if fault is not None:
             return fault
     return None
@@ -355,9 +383,13 @@ def _find_weights_fault(folder: Path) -> str | None:
     own.
     """
     adapters = sorted([*folder.glob("adapter_model.*"), *folder.glob("*/adapter_model.*")])
-    if adapters and model_files.first(folder) is None:
-        return next(filter(None, map(file_fault, adapters)), None)
-    return model_files.weights_fault(folder)
+    if not adapters or model_files.first(folder) is not None:
+        return model_files.weights_fault(folder)
+    for adapter in adapters:
+        fault = file_fault(adapter)
+        if fault is not None:
+            return fault
+    return None
 
 
 def _read_status(path: Path) -> os.stat_result | None:

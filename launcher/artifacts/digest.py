@@ -11,11 +11,12 @@ is at most 1 MiB long, and a tensor has at least 16 (a smaller tensor is read wh
 is about 70 MB. What it may miss:
 
 * a change of less than two strata in one stretch (2 MiB; an eighth of a tensor below 16 MiB), if it
-lies between the blocks: of a stretch of 2 MiB and more a whole block is always read; * scattered
-changes of a share p of a tensor's elements, with a probability of (1 - p) ** n, where n is the
-number of sampled elements: 2,048 of two bytes for each MiB, at least 32,768. Training moves all
-elements; of those too small a step for bfloat16 leaves most where they are. Already at p = 0.001 a
-single tensor escapes with a probability below 1e-14, and a checkpoint has hundreds.
+  lies between the blocks: of a stretch of 2 MiB and more a whole block is always read;
+* scattered changes of a share p of a tensor's elements, with a probability of (1 - p) ** n, where n
+  is the number of sampled elements: 2,048 of two bytes for each MiB, at least 32,768. Training
+  changes all elements, but a step that is too small for bfloat16 leaves most as they are. Already
+  at p = 0.001 a single tensor escapes with a probability below 1e-14, and a checkpoint has
+  hundreds.
 
 An edit of single rows of an embedding by hand can escape: that is what `whole_below` is for.
 
@@ -39,9 +40,8 @@ PIECE = 8 * 2**20  # bytes that one thread hashes at a time
 BLOCK = 4096  # bytes of one sample: a page, the least that a disk reads
 STRATUM = 2**20  # bytes of a tensor that one block stands for, at most
 STRATA = 16  # strata that a tensor has, at least
-WHOLE_BELOW = (
-    64 * 2**20
-)  # bytes up to which a checkpoint's file is read whole: adapters and small models are
+# bytes up to which a checkpoint's file is read whole: adapters and small models are
+WHOLE_BELOW = 64 * 2**20
 # what the safetensors library itself accepts
 _LARGEST_HEADER = 100_000_000
 CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
@@ -82,29 +82,31 @@ def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content
                 content = _digest_descriptor(descriptor, before.st_size, sampled)
             except Changing:
                 continue
-            after = os.fstat(descriptor)
-            if all(
-                getattr(after, key) == getattr(before, key)
-                for key in ("st_size", "st_mtime_ns", "st_ctime_ns")
-            ):
+            if _identify_state(os.fstat(descriptor)) == _identify_state(before):
                 return content, before
     finally:
         os.close(descriptor)
     raise Changing(None, "it is written to while it is read", str(path))
 
 
+def _identify_state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def _digest_descriptor(descriptor: int, size: int, sampled: bool) -> Content:
-    regions = sampled_regions(descriptor, size) if sampled else None
-    if regions is None:
-        return Content("whole", _digest_whole(descriptor, size), size)
-    return Content("sampled", _digest_sampled(descriptor, size, regions), size)
+    if sampled:
+        regions = sampled_regions(descriptor, size)
+        if regions is not None:
+            return Content("sampled", _digest_sampled(descriptor, size, regions), size)
+    return Content("whole", _digest_whole(descriptor, size), size)
 
 
 def _digest_whole(descriptor: int, size: int) -> str:
     tree = hashlib.sha256(f"whole {PIECE} {size}\n".encode())
 
     def digest_piece(offset: int) -> bytes:
-        raw = _read_exactly(descriptor, offset, min(PIECE, size - offset))
+        length = min(PIECE, size - offset)
+        raw = _read_exactly(descriptor, offset, length)
         return hashlib.sha256(raw).digest()
 
     if size <= PIECE:
@@ -112,36 +114,40 @@ def _digest_whole(descriptor: int, size: int) -> str:
         return tree.hexdigest()
     # as many as this process may use processors
     threads = min(16, len(os.sched_getaffinity(0)))
-    return _digest_parallel(tree, threads, digest_piece, range(0, size, PIECE))
+    offsets = range(0, size, PIECE)
+    for digest in _map_in_threads(threads, digest_piece, offsets):
+        tree.update(digest)
+    return tree.hexdigest()
 
 
-def _digest_parallel(
-    tree: Any, threads: int, part: Callable[[int], bytes], places: Iterable[int]
-) -> str:
-    """Add the digest of each part to a tree, in the order of `places`."""
+def _map_in_threads(
+    threads: int, digest_part: Callable[[int], bytes], places: Iterable[int]
+) -> Iterator[bytes]:
+    """The digest of each part, in the order of `places`."""
     # it imports logging, which most commands never need
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(threads) as pool:
-        for digest in pool.map(part, places):
-            tree.update(digest)
-    return str(tree.hexdigest())
+        yield from pool.map(digest_part, places)
 
 
 def _digest_sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> str:
     tree = hashlib.sha256(f"sampled {BLOCK} {STRATUM} {STRATA} {size}\n".encode())
 
     def digest_batch(first: int) -> bytes:
-        part = hashlib.sha256()
+        batch = hashlib.sha256()
         for offset, length in regions[first : first + _READS]:
-            part.update(_read_exactly(descriptor, offset, length))
-        return part.digest()
+            batch.update(_read_exactly(descriptor, offset, length))
+        return batch.digest()
 
     # far apart: reading on from each block, as the kernel would, reads an eighth of the file
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     # these wait for the disk, not for a processor
-    return _digest_parallel(tree, 16, digest_batch, range(0, len(regions), _READS))
+    firsts = range(0, len(regions), _READS)
+    for digest in _map_in_threads(16, digest_batch, firsts):
+        tree.update(digest)
+    return tree.hexdigest()
 
 
 def _read_exactly(descriptor: int, offset: int, length: int) -> bytes:
@@ -178,7 +184,9 @@ def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
             return None
         place = end
         regions += _pick_blocks(name, data + begin, data + end)
-    return regions if data + place == size else None
+    if data + place != size:
+        return None
+    return regions
 
 
 def _pick_blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -190,16 +198,18 @@ def _pick_blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
         return
     count = max(STRATA, -(-length // STRATUM))
     for number in range(count):
-        # whole pages inside the stratum, so that one block costs one page
         first = begin + length * number // count
         last = begin + length * (number + 1) // count
-        pages = (last // BLOCK) - -(-first // BLOCK)
+        # whole pages inside the stratum, so that one block costs one page
+        first_page = -(-first // BLOCK)
+        pages = last // BLOCK - first_page
         if pages < 1:
             yield first, last - first
             continue
         # not always the same place: tensors have rows, and rows have periods
-        chosen = zlib.crc32(f"{name}:{number}".encode(errors="surrogatepass")) % pages
-        yield (-(-first // BLOCK) + chosen) * BLOCK, BLOCK
+        label = f"{name}:{number}".encode(errors="surrogatepass")
+        page = first_page + zlib.crc32(label) % pages
+        yield page * BLOCK, BLOCK
 
 
 def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
@@ -221,9 +231,11 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
 
 def weights(folder: str) -> list[str]:
     """The files of weights in a folder and (PEFT's further adapters) in those right below it."""
+    prefixes = [entry.name + "/" for entry in os.scandir(folder) if entry.is_dir()]
     files: list[str] = []
-    for prefix in ("", *sorted(entry.name + "/" for entry in os.scandir(folder) if entry.is_dir())):
-        if not CHECKPOINT.search(prefix):
-            names = os.listdir(os.path.join(folder, prefix))
-            files += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
+    for prefix in ("", *sorted(prefixes)):
+        if CHECKPOINT.search(prefix):
+            continue
+        names = os.listdir(os.path.join(folder, prefix))
+        files += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
     return files

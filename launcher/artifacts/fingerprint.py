@@ -69,6 +69,10 @@ class Fingerprint:
     files: tuple[FilePrint, ...] = ()
     revision: str | None = None
 
+    def digests(self) -> dict[str, str]:
+        """The digest of each file, by its name."""
+        return {file.name: file.digest for file in self.files}
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "files": list(map(asdict, self.files))}
 
@@ -77,7 +81,8 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     """Where launch keeps what can be made again: LAUNCH_CACHE, else `launch` in the user's cache
     folder.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ = os.environ
     folder = environ.get("LAUNCH_CACHE")
     if not folder:
         # where there is no home at all, `~` stays: then there is nothing to be written there either
@@ -94,15 +99,16 @@ def of_file(path: Path, *, name: str | None = None) -> FilePrint:
         status = path.stat()
         # a clock of a file system may be too coarse to tell a write of just now from the next one
         is_settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
-        content = (
-            _read_content(path, _identify_state(status))
-            if is_settled
-            else digest.read_content(path)[0]
-        )
+        if is_settled:
+            content = _read_content(path, _identify_state(status))
+        else:
+            content, _ = digest.read_content(path)
     except (OSError, ValueError) as error:
         raise _report_missing(path, error) from None
+    if name is None:
+        name = path.name
     return FilePrint(
-        name=path.name if name is None else name,
+        name=name,
         size=content.size,
         mtime=round(status.st_mtime_ns / 1e9, 6),
         method=content.method,
@@ -145,7 +151,8 @@ def of_model(name: str, revision: str | None = None) -> Fingerprint:
     base_name = config.get("base_model_name_or_path")
     if model.kind != "folder" or not isinstance(base_name, str) or base_name == name:
         return model
-    base = _fingerprint_pretrained(base_name, _WEIGHTS, str(config.get("revision") or "") or None)
+    base_revision = str(config.get("revision") or "")
+    base = _fingerprint_pretrained(base_name, _WEIGHTS, base_revision or None)
     prints = [*model.files]
     for file in base.files:
         prints.append(replace(file, name=f"{base_name}/{file.name}"))
@@ -184,7 +191,9 @@ def _fingerprint_pretrained(
     path = Path(name)
     if exists(path) and is_dir(path):
         return _fingerprint_folder(name, path, _list_top_files(path, patterns))
-    return _fingerprint_single(name, path) if is_file(path) else of_hub(name, revision)
+    if is_file(path):
+        return _fingerprint_single(name, path)
+    return of_hub(name, revision)
 
 
 def _fingerprint_single(name: str, path: Path) -> Fingerprint:
@@ -217,12 +226,14 @@ def _fingerprint_folder(name: str, path: Path, files: Iterable[tuple[str, Path]]
 def _list_top_files(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Name and path of the files of a model that match, those of its templates among them."""
     for prefix in ("", _TEMPLATES):
+        entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in os.scandir(folder / prefix):
-                name = prefix + entry.name
-                is_read = _matches(name, patterns) and not _matches(name, _NO_WEIGHTS)
-                if is_read and not entry.is_dir():
-                    yield name, Path(entry.path)
+            entries += os.scandir(folder / prefix)
+        for entry in entries:
+            name = prefix + entry.name
+            is_read = _matches(name, patterns) and not _matches(name, _NO_WEIGHTS)
+            if is_read and not entry.is_dir():
+                yield name, Path(entry.path)
 
 
 def _list_files_below(
@@ -237,13 +248,12 @@ def _list_files_below(
         for entry in entries:
             if entry.name.startswith("."):
                 continue
+            path = Path(entry.path)
             if entry.is_dir():
-                yield from _list_files_below(
-                    Path(entry.path), f"{prefix}{entry.name}/", above | {real}
-                )
+                yield from _list_files_below(path, f"{prefix}{entry.name}/", above | {real})
             elif entry.is_file() or entry.is_symlink():
                 # a link to nothing is a file that cannot be read: report it
-                yield prefix + entry.name, Path(entry.path)
+                yield prefix + entry.name, path
 
 
 def _report_missing(path: Path, error: OSError | ValueError) -> MissingContent:
@@ -259,10 +269,11 @@ def _report_missing(path: Path, error: OSError | ValueError) -> MissingContent:
 
 def of_hub(name: str, revision: str | None = None) -> Fingerprint:
     """A model on the hub by its commit in the hub's cache, else by name; no network."""
-    commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
+    commit = None
+    if not is_path(name):
+        commit = model_config.commit(name, os.environ, revision)
     if commit:
         digest = _hash_text(f"hub {name} {commit}")
         return Fingerprint(name=name, kind="hub", revision=commit, digest=digest)
-    return Fingerprint(
-        name=name, kind="name", digest=_hash_text(f"name {name} {revision or 'main'}")
-    )
+    digest = _hash_text(f"name {name} {revision or 'main'}")
+    return Fingerprint(name=name, kind="name", digest=digest)

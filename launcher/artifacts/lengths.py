@@ -13,13 +13,13 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
 from launcher.lazy_dataclass import dataclass
@@ -32,6 +32,7 @@ _WIDEST = 1.5
 _STEPS = 8192  # different lengths of such rows, at most
 _PAIRS = 20_000  # of packed rows
 _NORMAL = NormalDist()
+_MIDDLES_OF_QUARTERS = (0.125, 0.375, 0.625, 0.875)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ class Lengths:
             return self
         counts: dict[int, float] = {}
         for length, count in self.counts:
-            length = min(length, limit)
-            counts[length] = counts.get(length, 0) + count
+            kept = min(length, limit)
+            counts[kept] = counts.get(kept, 0) + count
         cut = _summarise_counts(counts, f"{self.source}, cut at {limit}", self.rows)
         uncut = _summarise_counts(dict(self.counts), "", None)
         mean = self.mean * cut.mean / uncut.mean
@@ -69,8 +70,12 @@ class Lengths:
 
     def quantiles(self, shares: Iterable[float]) -> list[int]:
         sums = list(accumulate(count for _, count in self.counts))
-        places = (bisect_left(sums, share * sums[-1]) for share in shares)
-        return [self.counts[min(place, len(sums) - 1)][0] for place in places]
+        quantiles = []
+        for share in shares:
+            place = bisect_left(sums, share * sums[-1])
+            length, _ = self.counts[min(place, len(sums) - 1)]
+            quantiles.append(length)
+        return quantiles
 
     def sum_of(self, rows: int, batches: int = 1) -> float:
         """The median largest sum over batches of so many rows, by a gamma curve of the same
@@ -113,7 +118,9 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
     # from longest/mean = exp(reach s - s^2/2)
     ratio = math.log(max(1.0, longest / mean))
     root = _REACH * _REACH - 2 * ratio
-    spread = min(_WIDEST, _REACH - math.sqrt(root)) if root > 0 else _WIDEST
+    spread = _WIDEST
+    if root > 0:
+        spread = min(_WIDEST, _REACH - math.sqrt(root))
     if not spread:
         return uniform(longest, source)
     curve = NormalDist(math.log(mean) - spread * spread / 2, spread)
@@ -125,9 +132,13 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
         counts[length] = share - below
         below = share
     counts[longest] = 1 - below
-    deviation = min(mean * math.sqrt(math.expm1(spread * spread)), longest / 2)
+    deviation = mean * math.sqrt(math.expm1(spread * spread))
     return Lengths(
-        mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items())
+        mean=mean,
+        deviation=min(deviation, longest / 2),
+        longest=longest,
+        source=source,
+        counts=tuple(counts.items()),
     )
 
 
@@ -163,10 +174,11 @@ def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     real = math.ceil(rows * lengths.mean)
     if packed:
         return MicroBatch(rows=1, width=real, real=real)
-    # the mean of a maximum, from its quartiles
-    width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
-    wide = max(math.ceil(width), math.ceil(lengths.mean))
-    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide))
+    # the mean of a maximum, from the middles of its quarters
+    shares = [middle ** (1 / rows) for middle in _MIDDLES_OF_QUARTERS]
+    longest = sum(lengths.quantiles(shares)) / 4
+    width = max(math.ceil(longest), math.ceil(lengths.mean))
+    return MicroBatch(rows=rows, width=width, real=min(real, rows * width))
 
 
 class Packed(NamedTuple):
@@ -217,9 +229,8 @@ def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     if not full_rows:
         return Packed(pairs=current, real=chosen + rejected, positions=2 * limit)
     # the last row may not be full
-    return Packed(
-        pairs=(_PAIRS - current) / full_rows, real=full_tokens / full_rows, positions=2 * limit
-    )
+    full_pairs = _PAIRS - current
+    return Packed(pairs=full_pairs / full_rows, real=full_tokens / full_rows, positions=2 * limit)
 
 
 def fuller(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
@@ -258,13 +269,14 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
     """
     try:
         arrow = importlib.import_module("pyarrow")
-        compute = importlib.import_module("pyarrow.compute")
     except ImportError:
         help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
         raise NotReady(
             _report_unread(f"{folder} cannot be read without pyarrow", help).findings
         ) from None
-    columns = ("chosen_input_ids", "rejected_input_ids") if pairs else ("input_ids",)
+    columns: tuple[str, ...] = ("input_ids",)
+    if pairs:
+        columns = ("chosen_input_ids", "rejected_input_ids")
     counts: Counter[int] = Counter()
     rows = 0
     for path in _find_arrow_files(folder):
@@ -272,22 +284,30 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
             with arrow.memory_map(str(path)) as source:
                 for chunk in arrow.ipc.open_stream(source):
                     rows += chunk.num_rows
-                    names = chunk.schema.names
-                    missing = ", ".join(name for name in columns if name not in names)
-                    if missing:
-                        present = brief(", ".join(names))
-                        raise _report_unread(f"{path} has no column {missing}: it has {present}")
-                    for name in columns:
-                        lengths = compute.list_value_length(chunk.column(name))
-                        for value in compute.value_counts(lengths).to_pylist():
-                            if value["values"] is not None:
-                                counts[int(value["values"])] += int(value["counts"])
+                    counts.update(_count_lengths(path, chunk, columns))
         except (OSError, arrow.ArrowException) as error:
             message = f"{path} is not a readable arrow file: {brief(error)}"
             raise _report_unread(message, "delete it, or give --row-tokens") from None
     if not counts:
         raise _report_unread(f"{folder} holds no rows")
     return _summarise_counts(counts, f"{rows:,} rows of {folder}", rows)
+
+
+def _count_lengths(path: Path, chunk: Any, columns: Sequence[str]) -> Counter[int]:
+    """How many lists of each length the columns of a pyarrow RecordBatch hold."""
+    compute = importlib.import_module("pyarrow.compute")
+    names = chunk.schema.names
+    missing = ", ".join(name for name in columns if name not in names)
+    if missing:
+        present = brief(", ".join(names))
+        raise _report_unread(f"{path} has no column {missing}: it has {present}")
+    counts: Counter[int] = Counter()
+    for name in columns:
+        lengths = compute.list_value_length(chunk.column(name))
+        for value in compute.value_counts(lengths).to_pylist():
+            if value["values"] is not None:
+                counts[int(value["values"])] += int(value["counts"])
+    return counts
 
 
 def _find_arrow_files(folder: Path) -> list[Path]:

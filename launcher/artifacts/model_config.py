@@ -22,7 +22,9 @@ def read_model_config(
 ) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
     path = where(name, environ, revision)
-    return {} if path is None else read_json(path)
+    if path is None:
+        return {}
+    return read_json(path)
 
 
 def where(name: object, environ: Mapping[str, str], revision: str | None = None) -> Path | None:
@@ -34,7 +36,9 @@ def where(name: object, environ: Mapping[str, str], revision: str | None = None)
     path = _join_path(name, "config.json")
     if is_file(path):
         return path
-    folder = None if is_path(name) else snapshot(name, environ, revision)
+    if is_path(name):
+        return None
+    folder = snapshot(name, environ, revision)
     if folder is None or not is_file(folder / "config.json"):
         return None
     return folder / "config.json"
@@ -57,17 +61,22 @@ def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
 
 def replaced(arguments: Any) -> Mapping[str, Any]:
     """The keys of the config that a mapping, or its JSON text, replaces; none if unreadable."""
-    try:
-        data = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    if isinstance(arguments, dict):
+        return arguments
+    return {}
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config that also describes an image encoder."""
     part = config.get("text_config")
-    return part if isinstance(part, Mapping) else config
+    if isinstance(part, Mapping):
+        return part
+    return config
 
 
 def weights_type(config: Mapping[str, Any]) -> str:
@@ -126,7 +135,10 @@ def commit(
         commit = ""
     if commit:
         return commit
-    return branch if exists(_join_path(cache, "snapshots", branch)) else None
+    if exists(_join_path(cache, "snapshots", branch)):
+        # it is a commit itself
+        return branch
+    return None
 
 
 def snapshot(
@@ -159,8 +171,12 @@ def offline_by(environ: Mapping[str, str]) -> str | None:
     (huggingface_hub/constants.py::[HF_HUB_OFFLINE]).
     """
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if environ.get(name):
-            return name if environ[name].upper() in {"1", "ON", "YES", "TRUE"} else None
+        value = environ.get(name)
+        if not value:
+            continue
+        if value.upper() in {"1", "ON", "YES", "TRUE"}:
+            return name
+        return None
     return None
 
 

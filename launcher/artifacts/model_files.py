@@ -48,7 +48,9 @@ def _holds_model(folder: Path) -> bool:
 def adapter_base(folder: Path) -> str | None:
     """The model that an adapter was made for, as its config names it."""
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    return base if isinstance(base, str) and base else None
+    if isinstance(base, str) and base:
+        return base
+    return None
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -74,7 +76,9 @@ def tokenizer_fault(folder: Path) -> str | None:
     word.
     """
     path = folder / _TOKENIZER
-    config = _read_json(path) if is_file(path) else {}
+    config: Any = {}
+    if is_file(path):
+        config = _read_json(path)
     if not isinstance(config, dict):
         return _explain_unread(path)
     if "auto_map" in config:
@@ -108,9 +112,11 @@ def weights_fault(folder: Path) -> str | None:
     if not shards or "metadata" not in _read_json(path):
         return _explain_unread(path)
     faults = [fault for fault in map(file_fault, shards) if fault is not None]
+    if not faults:
+        return None
     if len(faults) > 1:
         return f"{faults[0]} ({len(faults)} of its {len(shards)} files)"
-    return faults[0] if faults else None
+    return faults[0]
 
 
 def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
@@ -132,7 +138,9 @@ def _list_safetensors(folder: Path) -> list[Path]:
     path = first(folder)
     if path is None or path.name.startswith("pytorch_model"):
         return []
-    return _list_shards(path) if path.name.endswith(".json") else [path]
+    if path.name.endswith(".json"):
+        return _list_shards(path)
+    return [path]
 
 
 _FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -294,8 +302,9 @@ def _is_closed(path: Path) -> bool:
 
 
 def _explain_unread(path: Path) -> str:
-    what = "is a git-lfs pointer, not the file" if is_pointer(path) else "cannot be read"
-    return f"its {path.name} {what}"
+    if is_pointer(path):
+        return f"its {path.name} is a git-lfs pointer, not the file"
+    return f"its {path.name} cannot be read"
 
 
 def _read_json(path: Path) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.files import parse_json, read_bytes
+from launcher.files import read_bytes, read_json
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 
@@ -59,7 +59,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     base = _read_base(path, status.st_mtime_ns, status.st_size)
     if base is None:
         return None
-    config = _read_mapping(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     if "auto_map" in config:
         return None
     special = dict(_list_special_tokens(config))
@@ -108,12 +108,12 @@ def _read_base(path: Path, _changed: int, _size: int) -> _Base | None:
         next_id = len(words)
     else:
         return None
-    listed = (
-        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    )
-    return _Base(
-        own=own, added=tuple(str(entry.get("content")) for entry in listed), next_id=next_id
-    )
+    added: list[str] = []
+    if isinstance(entries, list):
+        for entry in entries:
+            if isinstance(entry, dict):
+                added.append(str(entry.get("content")))
+    return _Base(own=own, added=tuple(added), next_id=next_id)
 
 
 def _parse_value(text: str, beginning: re.Pattern[str]) -> Any:
@@ -130,7 +130,7 @@ def _list_added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[str]
     if isinstance(decoder, dict):
         for entry in decoder.values():
             yield from _read_content(entry)
-    yield from _read_mapping(folder / "added_tokens.json")
+    yield from read_json(folder / "added_tokens.json")
 
 
 def _list_special_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -144,7 +144,9 @@ def _list_extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
     listed = config.get("extra_special_tokens", config.get("additional_special_tokens"))
     if isinstance(listed, dict):
         listed = list(listed.values())
-    for entry in listed if isinstance(listed, list) else ():
+    if not isinstance(listed, list):
+        return
+    for entry in listed:
         yield from _read_content(entry)
 
 
@@ -153,11 +155,3 @@ def _read_content(entry: Any) -> Iterator[str]:
         entry = entry.get("content")
     if isinstance(entry, str) and entry:
         yield entry
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        data = parse_json(read_bytes(path, _LARGEST))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from launcher import files
 from launcher.cache import folders
-from launcher.cache.folders import CacheUse
+from launcher.cache.folders import CacheRecord, CacheUse
+from launcher.cache.keys import Input
 from launcher.errors import brief
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
@@ -24,6 +25,14 @@ from launcher.runs.rundir import RunFolder
 
 _DIGITS = 12
 _MOST = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheEvent:
+    """What the probe saw of a cache: `hit`, `miss` or `unknown`, and upstream's entry in it."""
+
+    state: str = "unknown"
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +74,37 @@ def why(run: RunFolder) -> list[Reason]:
     path = str(run.path.absolute())
     own = [use for use in uses if use.run == path]
     newest = max((use.attempt for use in own), default=0)
-    seen = _find_first_events(run)
+    first = _find_first_events(run)
     reasons = []
     for use in own:
         if use.attempt == newest:
-            event = seen.get(f"{use.kind}_cache", {})
+            event = first.get(f"{use.cache.kind}_cache", _CacheEvent())
             reasons.append(_explain_use(use, uses, event))
     return reasons
 
 
-def _find_first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+def _find_first_events(run: RunFolder) -> dict[str, _CacheEvent]:
     """What rank 0's probe recorded first of each kind in the newest attempt.
 
     The first look at a cache decides; a later one finds what was just made.
     """
-    first: dict[str, Mapping[str, Any]] = {}
+    first: dict[str, _CacheEvent] = {}
     for event in events.read_events(run.probe / "rank-0.jsonl"):
-        if event["event"] == "start":
+        name = event["event"]
+        if name == "start":
             first = {}
-        first.setdefault(event["event"], event)
+        elif name not in first:
+            first[name] = codec.read_record(_CacheEvent, event)
     return first
 
 
-def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
-    state = str(event.get("state") or "unknown")
+def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: _CacheEvent) -> Reason:
+    state = event.state
     facts = _read_facts(use.cache)
+    earlier = [other for other in uses if other.time < use.time and other.owner == use.owner]
     nearest: CacheUse | None = None
     differences: list[KeyDifference] = []
-    for other in uses:
-        if other.time >= use.time or other.owner != use.owner:
-            continue
+    for other in earlier:
         changed = list(_list_differences(_read_facts(other.cache), facts))
         if nearest is None or len(changed) <= len(differences):
             nearest = other
@@ -102,9 +112,9 @@ def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, An
     if nearest is not None and not differences and state == "miss":
         differences = _compare_neighbours(event, use)
     return Reason(
-        kind=use.kind,
+        kind=use.cache.kind,
         state=state,
-        folder=str(use.cache.get("path")),
+        folder=use.cache.path,
         compared=None if nearest is None else nearest.run,
         differences=tuple(differences[:_MOST]),
         text=_write_sentence(state, nearest, len(differences)),
@@ -136,35 +146,44 @@ class KeyFact(NamedTuple):
 
 
 Facts = Mapping[tuple[object, ...], KeyFact]
+"""By place: `key` or a role, then a name, or a number and a file."""
 
 
-def _read_facts(cache: Mapping[str, Any]) -> Facts:
+def _read_facts(cache: CacheRecord) -> Facts:
     """What a cache was named by: files by their place in the list of their role, others by name."""
     facts: dict[tuple[object, ...], KeyFact] = {}
-    for name, value in as_mapping(cache.get("key")).items():
+    for name, value in cache.key.items():
         facts["key", name] = KeyFact(f"`{name}`", value, value)
     counts: collections.Counter[str] = collections.Counter()
-    for entry in _keep_mappings(cache.get("inputs")):
-        role = str(entry.get("role"))
-        name = str(entry.get("name"))
-        digest = str(entry.get("digest"))
-        if role in ("code", "package"):
-            facts[role, name] = KeyFact(name, digest, digest[:_DIGITS])
-            continue
-        if role == "value":
-            facts[role, name] = KeyFact(f"`{name}`", digest, entry.get("shown"))
-            continue
-        counts[role] += 1
-        place = (role, counts[role])
-        shown = as_mapping(entry.get("shown"))
-        listed = _keep_mappings(shown.get("files"))
-        for file in listed:
-            # a single file is the same whatever it is called
-            below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
-            facts[(*place, below)] = KeyFact(f"{name}{below}", file.get("digest"), file)
-        if not listed or len(listed) != shown.get("count", len(listed)):
-            version = str(shown.get("revision") or digest)
-            facts[place] = KeyFact(f"{role} {name}", digest, version[:_DIGITS])
+    for source in cache.inputs:
+        name = source.name
+        digest = source.digest
+        if source.role in ("code", "package"):
+            facts[source.role, name] = KeyFact(name, digest, digest[:_DIGITS])
+        elif source.role == "value":
+            facts[source.role, name] = KeyFact(f"`{name}`", digest, source.shown)
+        else:
+            counts[source.role] += 1
+            facts |= _read_content_facts(source, counts[source.role])
+    return facts
+
+
+def _read_content_facts(source: Input, number: int) -> Facts:
+    """The files of the input that is the `number`th of its role; else its commit or digest."""
+    facts: dict[tuple[object, ...], KeyFact] = {}
+    shown = as_mapping(source.shown)
+    files = _keep_mappings(shown.get("files"))
+    for file in files:
+        # a single file is the same whatever it is called
+        below = ""
+        if shown.get("kind") != "file":
+            below = f"/{file.get('name')}"
+        name = f"{source.name}{below}"
+        facts[source.role, number, below] = KeyFact(name, file.get("digest"), file)
+    if not files or len(files) != shown.get("count", len(files)):
+        version = str(shown.get("revision") or source.digest)[:_DIGITS]
+        name = f"{source.role} {source.name}"
+        facts[source.role, number] = KeyFact(name, source.digest, version)
     return facts
 
 
@@ -206,21 +225,26 @@ def _describe_change(before: Any, now: Any) -> str:
 
 
 def _shorten(value: Any) -> str:
-    return brief(value if isinstance(value, str) else json.dumps(value, default=str))
+    if isinstance(value, str):
+        return brief(value)
+    return brief(json.dumps(value, default=str))
 
 
-def _compare_neighbours(event: Mapping[str, Any], use: CacheUse) -> list[KeyDifference]:
+def _compare_neighbours(event: _CacheEvent, use: CacheUse) -> list[KeyDifference]:
     """What upstream recorded of this run's entry, against the most similar one in the folder."""
-    place = Path(str(event.get("path")))
-    folder = place.parent
-    now = _read_upstream_facts(place)
-    if folder != Path(str(use.cache.get("path"))) or not now:
+    entry = Path(event.path)
+    folder = entry.parent
+    now = _read_upstream_facts(entry)
+    if folder != Path(use.cache.path) or not now:
         return []
     compared = []
     for name in files.names(folder):
+        if name == entry.name:
+            continue
         before = _read_upstream_facts(folder / name)
-        if name != place.name and before:
-            compared.append(list(_list_differences(before, now)))
+        if before:
+            differences = _list_differences(before, now)
+            compared.append(list(differences))
     return min(compared, key=len, default=[])
 
 

@@ -15,14 +15,14 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from launcher import files, redaction
 from launcher.artifacts.fingerprint import cache_home
-from launcher.cache.keys import KINDS, Cache
+from launcher.cache.keys import KINDS, Cache, Input
 from launcher.config.durations import format_age
 from launcher.errors import not_ready, usage
 from launcher.lazy_dataclass import dataclass
@@ -52,6 +52,25 @@ _ENTRY = re.compile(r"[0-9a-f]{10}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRecord:
+    """A `Cache` as it was written to disk, where anybody may have edited it."""
+
+    launch_cache: int = 0
+    kind: str = ""
+    path: str = ""
+    digest: str = ""
+    inputs: tuple[Input, ...] = ()
+    stage: str | None = None
+    backend: str | None = None
+    key: Mapping[str, Any] = field(default_factory=dict)
+    created: str | None = None
+
+    def is_valid(self) -> bool:
+        is_known = self.launch_cache == RECORD_VERSION and self.kind in KINDS
+        return is_known and len(self.digest) == 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
     """That a run used a cache folder, as a file in it; `time` in seconds since 1970.
 
@@ -61,31 +80,27 @@ class CacheUse:
     run: str
     time: Annotated[float, Between(0, 10**11)]
     attempt: Positive = 1
-    cache: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        return str(self.cache.get("kind"))
+    cache: CacheRecord = field(default_factory=CacheRecord)
 
     @property
     def owner(self) -> tuple[object, ...]:
         """What kind of cache of what kind of stage it is."""
-        return self.kind, self.cache.get("stage"), self.cache.get("backend")
+        return self.cache.kind, self.cache.stage, self.cache.backend
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
     path: Path
-    record: Mapping[str, Any]
+    record: CacheRecord
 
     @property
     def kind(self) -> str:
-        return str(self.record["kind"])
+        return self.record.kind
 
     def uses(self) -> list[CacheUse]:
         """Which run used it when, oldest first."""
         uses = []
-        for path in _list_entries(self.path / USES):
+        for path in _list_paths(self.path / USES):
             with contextlib.suppress(Misfit):
                 uses.append(codec.read_record(CacheUse, rundir.read_json(path)))
         return sorted(uses, key=lambda use: use.time)
@@ -98,15 +113,12 @@ class CacheFolder:
     def _parse_created(self) -> float:
         """In seconds since 1970; 0 if the record does not say."""
         try:
-            return datetime.datetime.fromisoformat(str(self.record.get("created"))).timestamp()
+            return datetime.datetime.fromisoformat(self.record.created or "").timestamp()
         except (ValueError, OverflowError, OSError):
             return 0.0
 
     def entries(self) -> list[str]:
-        """Upstream's own keys that are complete in it."""
-        return sorted(
-            path.name for path in _list_entries(self.path) if _is_complete_entry(path, self.kind)
-        )
+        return list_entries(self.path, self.kind)
 
     def live(self) -> bool:
         # one look at all processes, however many runs have used it
@@ -125,18 +137,17 @@ class CacheFolder:
         state = "filled" if entries else "empty"
         if self.live():
             state = "in use"
-        inputs = codec.fit_value(record.get("inputs"), list[Mapping[str, object]], [])
-        of = [str(item.get("name")) for item in inputs if item.get("role") in ("data", "model")]
+        of = [source.name for source in record.inputs if source.role in ("data", "model")]
         runs = [Path(use.run).name for use in self.uses()]
         return {
             "kind": self.kind,
             "folder": str(self.path),
             "size": self.size(),
-            "created": codec.fit_value(record.get("created"), str),
+            "created": record.created,
             "age": max(0.0, now - self._parse_created()),
             "last used": max(0.0, now - self.used()),
-            "stage": codec.fit_value(record.get("stage"), str),
-            "backend": codec.fit_value(record.get("backend"), str),
+            "stage": record.stage,
+            "backend": record.backend,
             "state": state,
             "entries": entries,
             "of": list(dict.fromkeys(of)),
@@ -144,15 +155,22 @@ class CacheFolder:
         }
 
 
+def list_entries(folder: Path, kind: str) -> list[str]:
+    """Upstream's own keys that are complete in a cache folder of a kind."""
+    return sorted(path.name for path in _list_paths(folder) if _is_complete_entry(path, kind))
+
+
 def shown(row: Mapping[str, Any]) -> dict[str, str]:
     """A row of `launch cache list` for people."""
     texts = {name: str(value) for name, value in row.items()}
     texts["size"] = sized(row["size"])
-    texts["age"] = format_age(row["age"])
-    texts["last used"] = format_age(row["last used"])
+    for name in ("age", "last used"):
+        texts[name] = format_age(row[name])
     texts["of"] = ", ".join(row["of"]) or "-"
+    texts["runs"] = "-"
     runs = row["runs"]
-    texts["runs"] = runs[-1] if runs else "-"
+    if runs:
+        texts["runs"] = runs[-1]
     if len(runs) > 1:
         texts["runs"] += f" and {len(runs) - 1} more"
     return texts
@@ -188,18 +206,20 @@ def lock(
 
 def _hold_folder(cache: Cache) -> int | None:
     """Make the folder and take a shared lock on it; None on a disk without locks."""
+    path = cache.path / LOCK
     while True:
         cache.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        folder = opened(cache.path)
-        # workers may outlive the process that holds the lock
-        if locks.try_lock(lock) and not (folder and folder.live()):
-            _discard_unfinished(cache)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if locks.try_lock(lock):
+            folder = opened(cache.path)
+            # workers may outlive the process that holds the lock
+            if folder is None or not folder.live():
+                _discard_unfinished(cache)
         if locks.try_lock(lock, shared=True, seconds=math.inf) is None:
             os.close(lock)
             return None
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(cache.path / LOCK), os.fstat(lock)):
+            if os.path.samestat(path.stat(), os.fstat(lock)):
                 return lock
         # the folder was cleared in between
         os.close(lock)
@@ -210,22 +230,25 @@ def _record_use(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) 
     uses = cache.path / USES
     uses.mkdir(exist_ok=True)
     if opened(cache.path) is None:
-        head = {"launch_cache": RECORD_VERSION, "created": rundir.utc_now()}
-        files.write_json(cache.path / RECORD, {**head, **described})
+        record = {"launch_cache": RECORD_VERSION, "created": rundir.utc_now(), **described}
+        files.write_json(cache.path / RECORD, record)
     path = str(run.path.absolute())
-    use = CacheUse(run=path, attempt=attempt, time=time.time(), cache=described)
-    hashed = hashlib.sha256(os.fsencode(path)).hexdigest()
-    files.write_json(uses / f"{hashed[:16]}-{attempt}.json", asdict(use))
+    use = {"run": path, "time": time.time(), "attempt": attempt, "cache": described}
+    # paths hold slashes, and may be longer than a name
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    files.write_json(uses / f"{name}-{attempt}.json", use)
     rundir.register("caches", cache.path)
 
 
 def _discard_unfinished(cache: Cache) -> None:
     """Remove what was begun and never finished; only for who holds the folder alone."""
-    for path in _list_entries(cache.path):
-        is_named = _ENTRY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-        if cache.kind == "dataset" and is_named and not _is_complete_entry(path, "dataset"):
-            _remove(path)
-        if cache.kind == "reference" and path.suffix == ".tmp" and not path.name.startswith("."):
+    for path in _list_paths(cache.path):
+        if cache.kind == "dataset":
+            is_entry = _ENTRY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+            is_unfinished = is_entry and not _is_complete_entry(path, "dataset")
+        else:
+            is_unfinished = path.suffix == ".tmp" and not path.name.startswith(".")
+        if is_unfinished:
             _remove(path)
 
 
@@ -246,13 +269,13 @@ def discard_spoiled(cache: Cache) -> list[Path] | None:
     """
     # a record may name any folder: only one that says itself that it is this cache is touched
     folder = opened(cache.path)
-    if folder is None or folder.record.get("digest") != cache.digest:
+    if folder is None or folder.record.digest != cache.digest:
         return None
     begun = cache.read - _TICK
     if all(_read_time(path, "st_ctime") < begun for path in _list_local_files(cache)):
         return None
     removed = []
-    for path in _list_entries(cache.path):
+    for path in _list_paths(cache.path):
         if path.name == RECORD or path.name.startswith("."):
             continue
         written = max(_read_time(part, "st_mtime") for part in (path, *path.rglob("*")))
@@ -265,13 +288,14 @@ def _list_local_files(cache: Cache) -> Iterator[Path]:
     """The files that its local inputs were read from; and folders of data, which may get more."""
     for source in cache.inputs:
         shown = as_mapping(source.shown)
-        kind = shown.get("kind")
         path = Path(source.name)
-        if kind == "folder":
-            listed = codec.fit_value(shown.get("files"), list[Mapping[str, object]], [])
-            for file in listed:
-                yield path / str(file.get("name"))
-        if kind == "file" or (kind == "folder" and source.role == "data"):
+        if shown.get("kind") == "file":
+            yield path
+        if shown.get("kind") != "folder":
+            continue
+        for file in codec.fit_value(shown.get("files"), list[Mapping[str, object]], []):
+            yield path / str(file.get("name"))
+        if source.role == "data":
             yield path
 
 
@@ -298,7 +322,7 @@ def is_complete(path: Path) -> bool:
 def known() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own place, those used last at the end."""
     listed: dict[Path, CacheFolder] = {}
-    for path in (*rundir.registered("caches"), *_list_entries(cache_home())):
+    for path in (*rundir.registered("caches"), *_list_paths(cache_home())):
         folder = opened(path)
         if folder is not None:
             listed[folder.path] = folder
@@ -307,19 +331,16 @@ def known() -> list[CacheFolder]:
 
 def opened(path: Path) -> CacheFolder | None:
     """A folder of launch's; None for whatever lacks the record of its own name."""
-    record = rundir.read_json(path / RECORD)
-    digest = record.get("digest")
-    if record.get("launch_cache") != RECORD_VERSION or record.get("kind") not in KINDS:
+    record = codec.read_record(CacheRecord, rundir.read_json(path / RECORD))
+    if not record.is_valid() or path.is_symlink():
         return None
-    if not isinstance(digest, str) or len(digest) != 64 or path.is_symlink():
-        return None
-    if path.name != f"{record['kind']}-{digest[:16]}":
+    if path.name != f"{record.kind}-{record.digest[:16]}":
         # a record that was copied elsewhere is about another folder
         return None
     return CacheFolder(path.absolute(), record)
 
 
-def _list_entries(folder: Path) -> list[Path]:
+def _list_paths(folder: Path) -> list[Path]:
     return [folder / name for name in files.names(folder)]
 
 

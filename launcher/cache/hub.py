@@ -20,7 +20,7 @@ from launcher.dataset import mixture, sources
 from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
 from launcher.lazy_dataclass import dataclass
-from launcher.machine import isolation, sizes
+from launcher.machine import codec, isolation, sizes
 from launcher.machine.python import Trainer
 from launcher.paths import exists, is_dir, is_file
 from launcher.plan.plan import Plan
@@ -35,8 +35,8 @@ _CALL = (
 import importlib, json
 module, name, words = json.loads(sys.argv[1])
 try:
-    found = getattr(importlib.import_module(module), name)(**words)
-    answer = {"path": found if isinstance(found, str) else None}
+    result = getattr(importlib.import_module(module), name)(**words)
+    answer = {"path": result if isinstance(result, str) else None}
 except Exception as error:
     answer = {"error": (" ".join(str(error).split()) or type(error).__name__)[:500]}
 print(json.dumps(answer))
@@ -84,7 +84,11 @@ class Part:
 
     @property
     def kind(self) -> str:
-        return {"whole": "model", "card": "data"}.get(self.role, self.role)
+        if self.role == "whole":
+            return "model"
+        if self.role == "card":
+            return "data"
+        return self.role
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -96,6 +100,22 @@ class Part:
             "seconds": round(self.seconds, 2),
             "commit": self.commit,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _HubAnswer:
+    """Where the trainer's Python put what it downloaded, or why it could not."""
+
+    path: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What the hub's cache holds of a model or a data set."""
+
+    commit: str | None = None
+    files: frozenset[Path] = frozenset()
 
 
 def required_parts(plan: Plan) -> tuple[Part, ...]:
@@ -120,14 +140,16 @@ def _list_required_parts(plan: Plan) -> Iterator[Part]:
 
 
 def _list_tokenizer_parts(plan: Plan) -> Iterator[Part]:
+    """The tokenizer and the one whose chat template is taken, if they are not the model's own."""
     values = plan.values
     model = values.get(plan.stage.entry.names.model)
     own_revision = values.get("tokenizer_revision") or values.get("model_revision")
     revisions = {"tokenizer_name_or_path": own_revision, "chat_template_path": None}
     for key, revision in revisions.items():
         name = values.get(key)
-        if isinstance(name, str) and name != model and not is_file(name):
-            yield Part(role="tokenizer", name=name, key=key, revision=revision)
+        if not isinstance(name, str) or name == model or is_file(name):
+            continue
+        yield Part(role="tokenizer", name=name, key=key, revision=revision)
 
 
 def _list_data_parts(plan: Plan) -> Iterator[Part]:
@@ -135,23 +157,24 @@ def _list_data_parts(plan: Plan) -> Iterator[Part]:
     key = plan.stage.entry.names.data
     mixed = mixture.of_values(values, os.environ)
     if mixed is not None:
-        yield from _list_mixture_parts(mixed, values)
+        # a stream is read while it is trained on
+        if values.get("streaming") is not True:
+            yield from _list_mixture_parts(mixed)
         return
-    listed = values.get(key)
-    if isinstance(listed, list):
-        for name in listed[::2]:
+    data = values.get(key)
+    if isinstance(data, list):
+        # each name is followed by its amount
+        for name in data[::2]:
             if isinstance(name, str):
                 yield Part(role="card", name=name, key=key, revision="main")
-    elif isinstance(listed, str) and values.get("dataset_streaming") is not True:
-        yield Part(role="data", name=listed, key=key, config=values.get("dataset_config"))
+    elif isinstance(data, str) and values.get("dataset_streaming") is not True:
+        yield Part(role="data", name=data, key=key, config=values.get("dataset_config"))
 
 
-def _list_mixture_parts(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
-    """The sets of a mixture that are on the hub; a stream is read while it is trained on."""
-    if values.get("streaming") is True:
-        return
-    for piece in mixed.sets:
-        entry = piece.entry
+def _list_mixture_parts(mixed: mixture.Mixture) -> Iterator[Part]:
+    """The sets of a mixture, but those that a reader makes of files."""
+    for mixed_set in mixed.sets:
+        entry = mixed_set.entry
         if entry.path not in sources.LOADERS:
             yield Part(
                 role="data",
@@ -169,9 +192,13 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
     HF_HUB_OFFLINE is honoured, and without a network the hub's cache here has to do. Progress goes
     to stderr. Raises NotReady if the trainer's Python cannot do it at all.
     """
-    return tuple(
-        _check_part(part) if part.local else _download(part, trainer, environ) for part in parts
-    )
+    fetched = []
+    for part in parts:
+        if part.local:
+            fetched.append(_check_part(part))
+        else:
+            fetched.append(_download(part, trainer, environ))
+    return tuple(fetched)
 
 
 def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
@@ -179,32 +206,35 @@ def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
     began = time.monotonic()
     answer = _call_hub(part, trainer, environ)
     now = _find_snapshot(part)
-    error = answer.get("error")
-    place = Path(answer["path"]) if answer.get("path") else None
+    error = answer.error
     seconds = time.monotonic() - began
-    part = replace(part, place=place, seconds=seconds, commit=now[0], error=error)
+    part = replace(part, seconds=seconds, commit=now.commit, error=error)
+    if answer.path is not None:
+        part = replace(part, place=Path(answer.path))
     if part.role == "card" and error:
         return replace(part, state="unknown")
     if part.role in ("card", "data"):
         return replace(part, state="missing" if error else "there")
-    if place is None:
+    if part.place is None:
         return replace(part, state="missing")
     return _check_part(replace(part, state="there" if now == before else "fetched"))
 
 
-def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Have the trainer's Python download a part; `path` or `error`. Raises NotReady."""
+def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> _HubAnswer:
+    """Have the trainer's Python download a part; raises NotReady."""
     module = "huggingface_hub"
     function = "snapshot_download"
-    arguments: dict[str, Any] = {"repo_id": part.name, "revision": part.revision}
+    arguments: dict[str, object] = {"repo_id": part.name, "revision": part.revision}
     if part.role == "data":
         module = "datasets"
         function = "load_dataset"
         arguments = {"path": part.name, "name": part.config}
         if part.folder is not None or part.files is not None:
-            arguments |= {"data_dir": part.folder, "data_files": part.files}
+            arguments["data_dir"] = part.folder
+            arguments["data_files"] = part.files
     elif part.role == "card":
-        arguments |= {"repo_type": "dataset", "allow_patterns": ["README.md"]}
+        arguments["repo_type"] = "dataset"
+        arguments["allow_patterns"] = ["README.md"]
     elif part.role == "tokenizer":
         arguments["allow_patterns"] = _TOKENIZER
     elif part.role == "model":
@@ -213,17 +243,19 @@ def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[
     argv = [str(trainer.python), "-c", _CALL, call]
     env = isolation.isolated(environ)
     ended = subprocess.run(argv, stdout=subprocess.PIPE, env=env, check=False)
-    answer = parse_line(ended.stdout.strip().rpartition(b"\n")[2])
+    _, _, last_line = ended.stdout.strip().rpartition(b"\n")
+    answer = parse_line(last_line)
     if not answer:
         message = f"{trainer.python} cannot download from the hub: it ended with {ended.returncode}"
         raise not_ready("not-fetched", message, "launch doctor", file=str(trainer.python))
-    return answer
+    return codec.read_record(_HubAnswer, answer)
 
 
 def _check_part(part: Part) -> Part:
     """A part that is on this disk, or should be."""
     place = part.place or Path(part.name)
-    part = replace(part, place=place, size=sizes.size_below(place, links=True))
+    size = sizes.size_below(place, links=True)
+    part = replace(part, place=place, size=size)
     if part.role in ("card", "data"):
         return replace(part, state="there" if exists(place) else "missing")
     error = part.error or lacking(place, part.role)
@@ -243,13 +275,13 @@ def lacking(folder: Path, role: Role) -> str | None:
     return None if fault is None else f"{folder}: {fault}"
 
 
-def _find_snapshot(part: Part) -> tuple[str | None, set[Path]]:
-    """The commit of a part in the hub's cache now, and its files there."""
+def _find_snapshot(part: Part) -> _Snapshot:
     kind = "datasets" if part.role in ("card", "data") else "models"
     folder = model_config.snapshot(part.name, os.environ, part.revision, kind)
     if folder is None:
-        return None, set()
-    return folder.name, {path for path in folder.rglob("*") if is_file(path)}
+        return _Snapshot()
+    files = frozenset(path for path in folder.rglob("*") if is_file(path))
+    return _Snapshot(folder.name, files)
 
 
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:

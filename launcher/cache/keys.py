@@ -20,11 +20,10 @@ What a key of upstream's does see (lengths, transforms, amounts, loss, LoRA) sta
 another entry in the same folder. So do places and times: a project that was moved, a file that was
 touched or copied back, finds its cache. Another name for the same data is another key to upstream.
 
-Below upstream lies the cache of `datasets`, which knows a local file by its path and time of last
-For TRL it is the cache of `datasets`, whose key knows a local file by its path and time of last
-write (datasets/data_files.py::_get_single_origin_metadata[if key in info]): a file written anew
-with its old time is not read again. It goes into the same folder if data are local. TRL has no
-other: its precomputed reference is found by the data and all weights of the model
+Below upstream lies the cache of `datasets`, whose key knows a local file by its path and time of
+last write (datasets/data_files.py::_get_single_origin_metadata[if key in info]): a file written
+anew with its old time is not read again. It goes into the same folder if data are local. TRL has no
+other cache: its precomputed reference is found by the data and all weights of the model
 (trl/trainer/dpo_trainer.py::DPOTrainer._precompute_ref_logps[Hasher.hash((dataset._fingerprint]),
 but not by `max_length`, `truncation_mode` and `ld_alpha`, which change it.
 """
@@ -47,7 +46,6 @@ from launcher.machine.codec import Misfit, Omission
 from launcher.paths import exists, is_dir
 from launcher.plan.derive import Derived
 from launcher.plan.plan import Plan
-from launcher.upstream import facts
 
 Kind = Literal["dataset", "reference"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -208,8 +206,8 @@ class _Sources:
     def code(self, labels: Sequence[str]) -> Iterator[Input]:
         stage = self.plan.stage
         for label in labels:
-            digest = facts.digest(stage.upstream.packages, label) or stage.schema.digests.get(label)
-            yield Input(role="code", name=label, digest=digest or stage.upstream.version)
+            digest = inputs.code_digest(stage, label) or stage.upstream.version
+            yield Input(role="code", name=label, digest=digest)
 
     def versions(self) -> Iterator[Input]:
         for name in _PACKAGES[self.plan.stage.backend.DATA_CACHE]:
@@ -233,9 +231,10 @@ class _Sources:
         hashed = []
         for source in read:
             # the name counts if the digest does not stand for itself
-            is_named = source.role in ("code", "package", "value")
-            name = [source.name] if is_named else []
-            hashed.append([source.role, *name, source.digest])
+            if source.role in ("code", "package", "value"):
+                hashed.append([source.role, source.name, source.digest])
+            else:
+                hashed.append([source.role, source.digest])
         text = json.dumps([_FORM, options.backend, kind, hashed])
         digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
         home = Path(base).absolute() if base else cache_home()
@@ -265,7 +264,9 @@ def _find_open_instruct_caches(sources: _Sources) -> Iterator[Cache]:
     if named_set is None:
         tokenised = _read_tokenising_inputs(sources)
         if values.get(f"{prefix}cache_mode") == "local":
-            base = sources.text(option) if values.given(option) else None
+            base = None
+            if values.given(option):
+                base = sources.text(option)
             cache = sources.cache("dataset", base, tokenised, key)
             env = {}
             if any(source.role == "data" for source in tokenised):
@@ -273,16 +274,11 @@ def _find_open_instruct_caches(sources: _Sources) -> Iterator[Cache]:
             yield replace(cache, arguments={option: str(cache.path)}, env=env)
     elif refers:
         # the set is taken from the cache by this name, and no data are looked at
-        tokenised = sources.read("data", str(Path(str(values.get(option))) / named_set))
+        folder = Path(str(values.get(option)))
+        tokenised = sources.read("data", str(folder / named_set))
     if refers:
         key |= sources.values(_REFERENCE_KEY)
-        read = [
-            *tokenised,
-            *sources.read_model("model"),
-            *sources.read("config", sources.text("config_name"), sources.text("model_revision")),
-            *sources.arguments(_REFERENCE_VALUES),
-            *sources.code(_SCORING),
-        ]
+        read = [*tokenised, *_read_scoring_inputs(sources)]
         cache = sources.cache("reference", os.environ.get(REFERENCE_VARIABLE), read, key)
         yield replace(cache, env={REFERENCE_VARIABLE: str(cache.path)})
 
@@ -302,6 +298,17 @@ def _read_tokenising_inputs(sources: _Sources) -> list[Input]:
         *sources.read("tokenizer", tokenizer, revision),
         *sources.code(_TOKENISING),
         *sources.versions(),
+    ]
+
+
+def _read_scoring_inputs(sources: _Sources) -> list[Input]:
+    """What the reference's log-probabilities depend on beside the tokenised data."""
+    config = sources.text("config_name")
+    return [
+        *sources.read_model("model"),
+        *sources.read("config", config, sources.text("model_revision")),
+        *sources.arguments(_REFERENCE_VALUES),
+        *sources.code(_SCORING),
     ]
 
 
@@ -325,16 +332,8 @@ def _find_trl_caches(sources: _Sources) -> Iterator[Cache]:
     precomputed = values.get("precompute_ref_log_probs") is True
     if not names or streams is True or not (local or precomputed):
         return
-    read: list[Input] = []
-    for name in local:
-        read += sources.read("data", name)
-    for name in names:
-        if name not in local:
-            digest = hashlib.sha256(name.encode()).hexdigest()
-            read.append(Input(role="data", name=name, digest=digest))
-    read += sources.read_model("tokenizer")
-    read += sources.read("template", sources.text("chat_template_path"))
-    read += sources.versions()
+    hub = [name for name in names if name not in local]
+    read = _read_trl_inputs(sources, local, hub)
     if precomputed:
         read += sources.arguments(_PRECOMPUTED_VALUES)
         # TRL's own key holds a hash of the weights, which under ZeRO-3 are empty here
@@ -344,10 +343,26 @@ def _find_trl_caches(sources: _Sources) -> Iterator[Cache]:
     yield replace(cache, env={DATASETS_VARIABLE: str(cache.path)})
 
 
+def _read_trl_inputs(sources: _Sources, local: Sequence[str], hub: Sequence[str]) -> list[Input]:
+    """What tokenised data depend on: local data by content, those of the hub by name."""
+    read: list[Input] = []
+    for name in local:
+        read += sources.read("data", name)
+    for name in hub:
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        read.append(Input(role="data", name=name, digest=digest))
+    read += sources.read_model("tokenizer")
+    read += sources.read("template", sources.text("chat_template_path"))
+    read += sources.versions()
+    return read
+
+
 def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
     """What the folders of a run that is about to start cannot prevent."""
     for cache in caches:
-        for source in cache.inputs if cache.kind == "reference" else ():
+        if cache.kind != "reference":
+            continue
+        for source in cache.inputs:
             is_shown = source.role == "model" and isinstance(source.shown, dict)
             if not is_shown or source.shown["kind"] != "name":
                 continue

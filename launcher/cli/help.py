@@ -1,6 +1,4 @@
-"""The help pages: commands and options in groups, and what to write for an option that is an
-argument.
-"""
+"""The help pages: commands and options in groups, and overrides for mistyped options."""
 
 import copy
 import itertools
@@ -21,7 +19,7 @@ COMMANDS = {
     "Tune": "ladder bench tune",
     "Know": "explain schema pin",
 }
-"""The commands of `launch --help`, in the order in which one meets them."""
+"""The commands of `launch --help`, in the order in which a user needs them."""
 
 OPTIONS = {
     "Machines": "gpus nodes devices node_rank main_address slurm gpu gpu_memory cpu",
@@ -31,7 +29,7 @@ OPTIONS = {
     "Trainer": "stage backend python open_instruct",
     "Output": "format output help",
 }
-"""Options in groups, where a command has many; every other one is a further option."""
+"""The groups of the options of a command with more than `_FEW`."""
 _FEW = 9
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -51,7 +49,7 @@ def _write_section(formatter: Any, title: str, rows: list[tuple[str, str]]) -> N
 def _group_names(
     names: Iterable[str], groups: Mapping[str, str], rest: str
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each group with those of its names that there are; last what no group names."""
+    """The given names by group; last, as `rest`, those that are in no group."""
     left = list(names)
     for title, members in groups.items():
         group = [name for name in members.split() if name in left]
@@ -77,7 +75,8 @@ class SummarizedCommand(TyperCommand):
         groups = OPTIONS if len(options) > _FEW else {}
         *titled, others = _group_names(options, groups, "Options")
         for title, names in (others, *titled):
-            _write_section(formatter, title, [options[name] for name in names])
+            rows = [options[name] for name in names]
+            _write_section(formatter, title, rows)
 
 
 class Group(TyperGroup):
@@ -125,36 +124,51 @@ def _find_command_name(info: CommandInfo) -> str:
     return get_command_name(info.callback.__name__)
 
 
-def overrides(arguments: list[str], command: Any) -> list[str]:
+def suggest_overrides(arguments: list[str], command: Any) -> list[str]:
     """The `key=value` to write for options of a command line that are keys of a stage file.
 
     `command` is the parsed command; without overrides it has none.
     """
     if "overrides" not in {parameter.name for parameter in command.params}:
         return []
+    options = set()
+    for parameter in command.params:
+        options.update(parameter.opts)
+    keys = _list_keys(command.name)
+    prefix = ""
+    if command.name == "pipeline":
+        # its overrides name the stage too
+        prefix = "STAGE."
+    written = []
+    for word, following in itertools.pairwise([*arguments, "--"]):
+        option, _, value = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and option not in options and key in keys:
+            value = value or _infer_value(following)
+            written.append(f"{prefix}{key}={value}")
+    return written
+
+
+def _list_keys(command: str) -> set[str]:
+    """The keys of the stage files that a command takes: launch's own and every trainer's."""
     from launcher.config import keys
     from launcher.upstream import locate
     from launcher.upstream.trainers import BACKENDS
 
-    stages = [command.name] if command.name in keys.STAGES else keys.STAGES
+    stages = [command] if command in keys.STAGES else keys.STAGES
     names = set(keys.KEYS)
     for backend in BACKENDS:
         for stage in stages:
             for field in locate.snapshot(backend)["stages"][stage]:
                 names.add(field.partition(".")[2])
-    options = {option for parameter in command.params for option in parameter.opts}
-    # of a pipeline the stage is named too
-    prefix = "STAGE." if command.name == "pipeline" else ""
-    written = []
-    for word, following in itertools.pairwise([*arguments, "--"]):
-        option, _, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or option in options or key not in names:
-            continue
-        if not value:
-            # a switch has no value: what follows is the file, an override or the next option
-            is_switch = following.startswith("--") or "=" in following
-            is_file = following.endswith((".yaml", ".yml"))
-            value = "true" if is_switch or is_file else following
-        written.append(f"{prefix}{key}={value}")
-    return written
+    return names
+
+
+def _infer_value(following: str) -> str:
+    """The value of an option by the next word: it may be a switch, which has none."""
+    is_option = following.startswith("--")
+    is_override = "=" in following
+    is_file = following.endswith((".yaml", ".yml"))
+    if is_option or is_override or is_file:
+        return "true"
+    return following

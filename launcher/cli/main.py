@@ -15,18 +15,18 @@ import typer
 
 from launcher import __version__
 from launcher.cli.commands import app_for
-from launcher.cli.help import overrides
+from launcher.cli.help import suggest_overrides
 from launcher.cli.options import Findings, answer, app
 from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
 from launcher.machine import extensions, process, tools
 from launcher.printable import folded, printable
 from launcher.redaction import Redactor, redact
 
-# what typer raises for a command line that it cannot parse: only its heir has a public name
+# what typer raises for a command line that it cannot parse: only a subclass has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
-# another user's run, and what stands in a file's place and is none
+# files of other users, and what is no file
 _UNREADABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ESTALE}
-# whoever read the answer has gone
+# the reader of the answer has gone
 _GONE = {errno.EPIPE, errno.EIO}
 # what is used up
 _LIMITS = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EFBIG}
@@ -36,30 +36,28 @@ _NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't start new
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; returns the exit code, or exits with it where `argv` is the process'
-    own.
-    """
+    """Run `argv` and return its exit code; without it, run that of this process and exit."""
     if argv is not None:
         return _run_guarded(argv)
     open_standard_streams()
     code = _flush_streams(_run_guarded(sys.argv[1:]))
-    # at its end Python collects the garbage of all that it does not know to be in use
+    # without this, Python collects garbage once more before it exits
     gc.freeze()
     sys.exit(code)
 
 
 def open_standard_streams() -> None:
-    """Have those of stdin, stdout and stderr that are closed read and write nothing."""
+    """Replace those of stdin, stdout and stderr that are closed by /dev/null."""
     process.hold_standard_streams()
-    # what they stand for in this process is theirs until it ends
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _flush_streams(code: int) -> int:
-    """Write what is buffered. Where that fails, nothing more is written: Python would complain
-    at exit.
+    """Flush stdout and stderr, and return the exit code.
+
+    A stream that fails goes to /dev/null from then on, or Python would complain at exit.
     """
     failed: OSError | None = None
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -93,7 +91,7 @@ def _run_guarded(arguments: list[str]) -> int:
     except OSError as error:
         return _report_os_error(error, arguments)
     except Exception as error:
-        if _is_of_a_limit(error):
+        if _is_out_of_memory(error):
             return _report_out_of_memory(arguments)
         return _report_bug(error, arguments)
     return Exit.OK
@@ -106,7 +104,9 @@ def _convert_exit_code(stop: SystemExit) -> int:
         return Exit.OK
     if stop.code is None:
         return Exit.OK
-    return stop.code if isinstance(stop.code, int) else Exit.VERDICT
+    if isinstance(stop.code, int):
+        return stop.code
+    return Exit.VERDICT
 
 
 def _report_os_error(error: OSError, arguments: list[str]) -> int:
@@ -114,11 +114,13 @@ def _report_os_error(error: OSError, arguments: list[str]) -> int:
         # nothing is left to say
         return Exit.OK
     refusal = _explain_os_error(error)
-    return _report_bug(error, arguments) if refusal is None else _report_error(refusal, arguments)
+    if refusal is None:
+        return _report_bug(error, arguments)
+    return _report_error(refusal, arguments)
 
 
 def _explain_os_error(error: OSError) -> LaunchError | None:
-    """What to say of an error that the machine or the user's files are the cause of."""
+    """The error for the user; None if neither the machine nor a file of the user is the cause."""
     if not _has_working_folder():
         message = "the folder that this shell is in has been removed"
         return not_ready("no-cwd", message, "cd to one that is there")
@@ -130,7 +132,7 @@ def _explain_os_error(error: OSError) -> LaunchError | None:
         help = "free space; a run that has begun continues: launch runs"
         return not_ready("disk-full", message, help)
     if error.errno in _LIMITS:
-        return _report_limit(str(error.strerror))
+        return _explain_limit(str(error.strerror))
     if _NO_TEMPORARY in str(error):
         help = "free space in one of them, name another with TMPDIR, or see `ulimit -f`"
         return not_ready("no-space", str(error.strerror), help)
@@ -145,13 +147,13 @@ def _has_working_folder() -> bool:
     return True
 
 
-def _report_limit(message: str) -> NotReady:
+def _explain_limit(message: str) -> NotReady:
     help = "a limit of this shell or machine; `ulimit -a` shows those of the shell"
     return not_ready("resource-limit", message, help)
 
 
-def _is_of_a_limit(error: Exception) -> bool:
-    """Whether a library or a thread found no memory, and says so in words."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a library or a thread got no memory, by the words of its error."""
     text = str(error)
     is_of_library = isinstance(error, ImportError | RuntimeError)
     return is_of_library and any(words in text for words in _NO_MEMORY)
@@ -160,7 +162,7 @@ def _is_of_a_limit(error: Exception) -> bool:
 def _report_out_of_memory(arguments: list[str]) -> int:
     message = "the memory that this command may use is used up"
     try:
-        return _report_error(_report_limit(message), arguments)
+        return _report_error(_explain_limit(message), arguments)
     except MemoryError:
         with contextlib.suppress(OSError):
             os.write(2, f"error[resource-limit]: {message}\n".encode())
@@ -168,8 +170,8 @@ def _report_out_of_memory(arguments: list[str]) -> int:
 
 
 def _run_command(arguments: list[str]) -> None:
-    """Run one command. A program that asks wrongly gets its envelope too, people usage lines."""
-    # none, where a shell completes a line
+    """Run one command. A command line that cannot be parsed is refused as text or as JSON."""
+    # empty if a shell completes a line
     name = arguments[0] if arguments else ""
     try:
         code = app_for(name)(args=arguments, prog_name="launch", standalone_mode=False)
@@ -184,7 +186,7 @@ def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
     help = None
     if error.ctx is not None:
         where = error.ctx.command_path
-        words = overrides(arguments, error.ctx.command)
+        words = suggest_overrides(arguments, error.ctx.command)
         if words:
             message = error.message
             help = f"write {redact(folded(' '.join(words)))}"
@@ -195,14 +197,14 @@ def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
     if help is not None:
         message += f"\n  help: {help}"
     error.format_message = lambda: message
-    # nobody may be there to read it
+    # the reader may have gone
     with contextlib.suppress(OSError):
         error.show()
     sys.exit(error.exit_code)
 
 
 def _report_error(error: LaunchError, arguments: list[str]) -> Exit:
-    # what is full, or gone, may be what the answer goes to
+    # what is full or gone may be where the answer goes
     with contextlib.suppress(OSError):
         answer(
             _find_command_name(arguments),
@@ -218,22 +220,27 @@ def _report_error(error: LaunchError, arguments: list[str]) -> Exit:
 def _find_command_name(arguments: list[str]) -> str:
     """The command of a command line as its answers name it: `pin diff`, not `pin`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
-    groups = [group.name for group in app.registered_groups]
-    is_of_group = bool(words) and words[0] in groups
-    return " ".join(words[: 2 if is_of_group else 1]) or "launch"
+    if not words:
+        return "launch"
+    for group in app.registered_groups:
+        if group.name == words[0]:
+            return " ".join(words[:2])
+    return words[0]
 
 
 def _find_format(arguments: list[str]) -> Findings:
     line = " ".join(arguments).replace("--format=", "--format ") + " "
     if "--format json " in line:
         return "json"
-    return "github" if "--format github " in line else "text"
+    if "--format github " in line:
+        return "github"
+    return "text"
 
 
 def _report_bug(error: Exception, arguments: list[str]) -> int:
     from launcher.runs import rundir
 
-    # nobody knows here what the file of the command borrowed: any variable may be it
+    # the stage file may have borrowed any variable
     redactor = Redactor.of(os.environ, os.environ)
     folder = rundir.state_folder()
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -242,7 +249,8 @@ def _report_bug(error: Exception, arguments: list[str]) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         on = f"launch {__version__}, Python {platform.python_version()}, {platform.platform()}"
-        head = f"launch {' '.join(arguments)}\n{on}\n\n"
+        line = " ".join(arguments)
+        head = f"launch {line}\n{on}\n\n"
         # the name of a file need not be UTF-8
         path.write_text(redactor.redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:

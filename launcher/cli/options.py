@@ -66,14 +66,14 @@ def _launch(
 
 Format = Literal["text", "json"]
 Findings = Literal["text", "json", "github"]
-"""How to answer where findings are all that there is to say."""
+"""The formats of a command whose answer is findings alone."""
 
 # What several commands have: `Shared` holds those from which a request is made.
 FORMAT = Option("text", "--format", help="print text, or one JSON object")
 
 
 def run_names(incomplete: str) -> list[str]:
-    """What a shell completes a RUN to, the newest first."""
+    """The names that a shell offers for RUN, the newest first."""
     from launcher.runs import rundir
 
     names = ["last"]
@@ -195,7 +195,7 @@ class Shared:
     def locator(self) -> Locator:
         """Finds the trainers' source, of the Python that is named.
 
-        Raises NotReady where that does not run.
+        Raises NotReady if that Python does not run.
         """
         from launcher.upstream import locate
 
@@ -212,29 +212,26 @@ class Shared:
         )
 
     def show_progress(self, text: str) -> None:
-        """Say on stderr how far it is; programs are told nothing."""
+        """Print to stderr how far the command is, unless the answer is JSON."""
         if self.format == "text":
             console.say_aside(text)
 
     def print_findings(self, findings: Sequence[Finding], redactor: Redactor | None = None) -> None:
-        """Show people what was found before a run starts; programs get it with the answer."""
+        """Print findings before a run starts; JSON has them in the answer."""
         if self.format == "text":
             console.print_findings(findings, redactor)
 
     def rehearse_first(self, stages: Mapping[str, Facts], *, by_itself: bool = True) -> None:
-        """Rehearse stages that are about to start, and show what is worth a warning.
+        """Rehearse stages that are about to start, and print the findings.
 
-        Raises InvalidConfig where the trainer refuses one of them.
+        Raises InvalidConfig if the trainer refuses one of them.
         """
         from launcher.workflows.rehearse import rehearsal
 
         self.print_findings(rehearsal.require(stages, self.show_progress, by_itself=by_itself))
 
-    def at_end(self) -> dict[str, Any]:
-        """What is to happen once a run has ended, as those that start it take it.
-
-        Raises UsageError.
-        """
+    def parse_end_options(self) -> dict[str, Any]:
+        """What happens at the end of a run, as arguments of `start.begin`. Raises UsageError."""
         from launcher.lifecycle import on_finish
 
         if self.on_finish_limit is not None and self.on_finish is None:
@@ -246,16 +243,19 @@ class Shared:
             "allow_unproven": self.allow_unproven,
         }
 
-    def require_sense(self) -> None:
-        """Raise UsageError with every option that would be taken and ignored beside --slurm."""
+    def reject_ignored_options(self) -> None:
+        """Raise UsageError with every option that --slurm would ignore."""
         if not self.slurm:
             return
         findings = []
         for name in ("detach", "devices", "node_rank", "main_address", "cpu"):
-            # a rank of 0 is given, and equals False
-            if getattr(self, name) not in (None, "") and getattr(self, name) is not False:
-                message = f"--{name.replace('_', '-')} has no effect with --slurm"
-                findings.append(launch_finding("error", "useless-option", message))
+            value = getattr(self, name)
+            # 0 is a rank, and equals False
+            if value is None or value is False or value == "":
+                continue
+            option = name.replace("_", "-")
+            message = f"--{option} has no effect with --slurm"
+            findings.append(launch_finding("error", "useless-option", message))
         if findings:
             raise UsageError(findings)
 
@@ -268,10 +268,11 @@ class Shared:
             started = background.queue(command, name, words, gpus=gpus, options=options)
         else:
             started = background.detach(command, name, words)
-        return answer(command, self.format, started._asdict(), started.lines())
+        data = started._asdict()
+        return answer(command, self.format, data, started.lines())
 
     def request(self, **changes: Any) -> Request:
-        """The request of these options; `changes` are further fields, or others than these."""
+        """The request of these options; `changes` are other values of its fields."""
         from launcher.planning.request import Request
 
         fields: dict[str, Any] = {
@@ -346,8 +347,9 @@ def _join_parameters(shared: list[inspect.Parameter], command: Command) -> list[
         else:
             by_name.append(parameter)
     signature = inspect.signature(command, eval_str=True)
+    _, *parameters = signature.parameters.values()
     own = []
-    for parameter in list(signature.parameters.values())[1:]:
+    for parameter in parameters:
         own.append(_make_parameter(parameter.name, parameter.default, parameter.annotation))
     return [*by_place, *own, *by_name]
 
@@ -358,9 +360,9 @@ def _make_parameter(name: str, default: Any, annotation: Any) -> inspect.Paramet
 
 
 def require_run(name: str, kind: str = "run") -> RunFolder:
-    """The run of that name, or the last one of a pipeline, bench, ladder or tune of that name.
+    """The run of that name, or the last run of the pipeline, bench, ladder or tune of that name.
 
-    Raises UsageError where there is none, or several.
+    Raises UsageError if there is none, or several.
     """
     from launcher.runs import rundir
 
@@ -379,9 +381,9 @@ def require_run(name: str, kind: str = "run") -> RunFolder:
 def confirm_deletion(
     lines: Sequence[str], is_confirmed: bool, flag: str, kept: Sequence[str] = ()
 ) -> bool:
-    """Whether to delete this, as `flag` says or who sits at the terminal.
+    """Whether to delete: `flag` was given, or the user says yes at the terminal.
 
-    `kept` are lines about what stays. Raises UsageError without both.
+    `kept` are lines about what stays. Raises UsageError without a flag and a terminal.
     """
     if is_confirmed:
         return True
@@ -395,7 +397,7 @@ def confirm_deletion(
     return typer.confirm("Delete?", err=True)
 
 
-def files_of(path: Path) -> list[Path]:
+def list_stage_files(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
     # the help pages need no YAML
     from launcher.config.document import SUFFIXES
@@ -411,7 +413,7 @@ def files_of(path: Path) -> list[Path]:
     return files or [path]
 
 
-def not_begun(folder: RunFolder) -> UsageError:
+def refuse_unstarted(folder: RunFolder) -> UsageError:
     name = folder.path.name
     help = f"launch exec {name} starts it, where no Slurm job will"
     return usage("not-begun", f"{name} was never started", help)
@@ -428,10 +430,11 @@ def answer(
     before: Sequence[Finding] = (),
     redactor: Redactor | None = None,
 ) -> Exit:
-    """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
+    """Print the answer of a command, and return its exit code.
 
-    `before` are findings that people have been shown before. Tools that did not answer are added.
-    `redactor` is that of the stage file or the run that is shown.
+    As JSON it is one object of `data` and all findings; as text the findings, then `show`: its
+    lines, or whatever it prints. `before` are findings that were printed already. A warning is
+    added for each tool that did not answer. `redactor` is that of the stage file or the run.
     """
     findings = [*findings, *_report_silent_tools([*before, *findings])]
     everything = [*before, *findings]
@@ -453,7 +456,7 @@ def answer(
 
 def _report_silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
     """A warning for each tool that did not answer this command, unless a finding says so."""
-    # a command that asked nothing need not import it
+    # a command that ran no tool has not imported it
     if "launcher.machine.tools" not in sys.modules:
         return
     from launcher.machine import tools
@@ -466,16 +469,14 @@ def _report_silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
-    """A command that starts several runs: options beside each other are checked, `--on-finish`
-    is called.
-    """
+    """Decorate a command that starts several runs: check its options, call --on-finish."""
 
     @functools.wraps(command)
     def run(shared: Shared, **options: Any) -> Exit:
         from launcher.lifecycle import background, on_finish
 
-        shared.require_sense()
-        ending = shared.at_end()
+        shared.reject_ignored_options()
+        ending = shared.parse_end_options()
         words = ending["on_finish"]
         if shared.hands_over or shared.dry_run or not words:
             return command(shared, **options)
@@ -483,12 +484,14 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
         try:
             code = command(shared, **options)
         except LaunchError as error:
-            # nobody reads what it is refused with
+            # in the background, nobody reads the error
             if background.FOLDER in os.environ:
                 code = error.exit_code
                 background.finish(words, ending["on_finish_s"], command.__name__, code, "fail")
             raise
-        outcome = "pass" if code is Exit.OK else "fail"
+        outcome = "fail"
+        if code is Exit.OK:
+            outcome = "pass"
         background.finish(words, ending["on_finish_s"], command.__name__, code, outcome)
         return code
 

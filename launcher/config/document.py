@@ -125,13 +125,17 @@ def parse(path: Path, text: str) -> Document:
     try:
         value = builder.build(text)
     except yaml.reader.ReaderError as error:
-        raise InvalidConfig([*builder.findings, _report_bad_character(path, text, error)]) from None
+        fault = _report_bad_character(path, text, error)
+        raise InvalidConfig([*builder.findings, fault]) from None
     except yaml.MarkedYAMLError as error:
-        raise InvalidConfig([*builder.findings, _report_broken(path, text, error)]) from None
+        fault = _report_broken(path, text, error)
+        raise InvalidConfig([*builder.findings, fault]) from None
     if value is None:
         raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
-        what = "a list" if isinstance(value, list) else "one value"
+        what = "one value"
+        if isinstance(value, list):
+            what = "a list"
         message = f"the file is {what}, not a mapping of keys to values"
         raise refused(path, "not-a-mapping", message, 1, _FORM)
     kept = _find_kept_keys(path, text)
@@ -155,19 +159,18 @@ def _report_bad_character(path: Path, text: str, error: yaml.reader.ReaderError)
 
 
 def _report_broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
-    parts = filter(None, (error.context, error.problem))
-    message = ", ".join(parts)
+    message = ", ".join(filter(None, (error.context, error.problem)))
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return bad(path, "broken-yaml", message, None, _MISSPELT)
     lines = text.splitlines()
+    if mark.line >= len(lines):
+        # the end of the file lies one line beyond its last
+        return bad(path, "broken-yaml", message, max(1, len(lines)), _MISSPELT)
     help = _MISSPELT
-    if mark.line < len(lines) and re.match(r"\s*\t", lines[mark.line]):
+    if re.match(r"\s*\t", lines[mark.line]):
         help = "YAML is never indented with tabs: use spaces"
-    # the end of the file lies one line beyond its last
-    last = max(1, len(lines))
-    line = min(mark.line + 1, last)
-    return bad(path, "broken-yaml", message, line, help)
+    return bad(path, "broken-yaml", message, mark.line + 1, help)
 
 
 def _suggest_path(path: Path) -> str | None:
@@ -177,8 +180,11 @@ def _suggest_path(path: Path) -> str | None:
     names = [name for name in files.names(path.parent) if Path(name).suffix in SUFFIXES]
     near = difflib.get_close_matches(path.name, names, n=3)
     if near:
-        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
-    return None if path.is_absolute() else "a relative path starts where launch is started"
+        paths = [str(path.parent / name) for name in near]
+        return f"did you mean {' or '.join(paths)}?"
+    if path.is_absolute():
+        return None
+    return "a relative path starts where launch is started"
 
 
 def read_text(path: Path) -> str:
@@ -220,7 +226,9 @@ class Origin:
     def __str__(self) -> str:
         if self.override is not None:
             return f"override `{self.override}`"
-        return self.file if self.line is None else f"{self.file}:{self.line}"
+        if self.line is None:
+            return self.file
+        return f"{self.file}:{self.line}"
 
     @property
     def place(self) -> dict[str, Any]:
@@ -275,9 +283,8 @@ class Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self._stop(
-                        "several-documents", "more than one YAML document", _find_line(event)
-                    )
+                    message = "more than one YAML document"
+                    self._stop("several-documents", message, _find_line(event))
             elif isinstance(event, yaml.NodeEvent):
                 root = self._build_value(event, "", 0)
         return root
@@ -307,15 +314,15 @@ class Builder:
 
     def _copy_alias(self, value: Any, depth: int, line: int) -> Any:
         """What an alias stands for: counted again, so that aliases of aliases cannot explode."""
-        if isinstance(value, dict):
-            self._count_node(depth + 1, line)
-            self._nodes += len(value)
-            return {key: self._copy_alias(below, depth + 1, line) for key, below in value.items()}
+        if not isinstance(value, dict | list):
+            self._count_node(depth, line)
+            return value
+        below = depth + 1
+        self._count_node(below, line)
         if isinstance(value, list):
-            self._count_node(depth + 1, line)
-            return [self._copy_alias(below, depth + 1, line) for below in value]
-        self._count_node(depth, line)
-        return value
+            return [self._copy_alias(item, below, line) for item in value]
+        self._nodes += len(value)
+        return {key: self._copy_alias(item, below, line) for key, item in value.items()}
 
     def _read_until(self, end: type) -> Iterator[Any]:
         """The events that begin an entry of a collection, up to its end."""
@@ -350,15 +357,16 @@ class Builder:
         return values
 
     def _merge_mappings(self, values: dict[str, Any], value: Any, path: str, line: int) -> None:
-        sources = value if isinstance(value, list) else [value]
+        sources = value
+        if not isinstance(sources, list):
+            sources = [value]
         for source in sources:
             if not isinstance(source, dict):
                 continue
             for key, below in source.items():
                 if key not in values:
                     values[key] = below
-                    place = join(path, key)
-                    self.origins[place] = Origin(self.file, line)
+                    self.origins[join(path, key)] = Origin(self.file, line)
 
     def _record_key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
         """The name of a key, noted with its place; None for what cannot be one."""
@@ -431,14 +439,18 @@ def plain(text: str) -> Any:
         return _BOOL[text.lower()]
     if _INT.match(text) and len(text) < 400:
         return int(text)
-    return float(text) if _FLOAT.match(text) else text
+    if _FLOAT.match(text):
+        return float(text)
+    return text
 
 
 def join(path: str, step: str | int) -> str:
     """A dotted key: `path.name`, or `path[index]`."""
     if isinstance(step, int):
         return f"{path}[{step}]"
-    return f"{path}.{step}" if path else step
+    if not path:
+        return step
+    return f"{path}.{step}"
 
 
 Steps = tuple[str | int, ...]

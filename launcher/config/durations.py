@@ -12,7 +12,7 @@ def seconds(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     total = 0.0
     if match is not None:
-        hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        hours, minutes, seconds = [float(part or 0) for part in match.groups()]
         total = hours * 3600 + minutes * 60 + seconds
     # timers take no more than the platform's
     if not 0 < total <= _LONGEST_S:

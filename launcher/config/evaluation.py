@@ -108,11 +108,8 @@ def read_evaluation_key(where: str, entry: Any, complain: Complain) -> Evaluatio
     if expect and entry.get("metrics") is None:
         help = "metrics: results.json, the file that the command writes; "
         help += "a pattern such as `**/results_*.json` too"
-        complain(
-            f"{where}.expect",
-            "`expect` needs `metrics`, the file that the numbers are read from",
-            help,
-        )
+        message = "`expect` needs `metrics`, the file that the numbers are read from"
+        complain(f"{where}.expect", message, help)
     if command is None:
         return None
     return Evaluation(command=command, metrics=metrics, expect=expect, timeout_s=timeout_s)
@@ -130,9 +127,8 @@ def _read_command(where: str, value: Any, complain: Complain) -> tuple[str, ...]
     for number, word in enumerate(value):
         place = f"{where}[{number}]"
         if isinstance(word, bool) or not isinstance(word, str | int | float):
-            complain(
-                place, f"a word of `command` is a text, not `{brief(word)}`", "put it in quotes"
-            )
+            message = f"a word of `command` is a text, not `{brief(word)}`"
+            complain(place, message, "put it in quotes")
             continue
         _check_placeholders(place, str(word), complain)
         words.append(str(word))
@@ -166,26 +162,23 @@ def _read_gates(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
         return {}
     help = 'expect: {gsm8k: ">= 0.4"}'
     if not isinstance(value, dict):
-        complain(
-            where,
-            f"`expect` is a mapping of metrics to what they must be, not `{brief(value)}`",
-            help,
-        )
+        message = f"`expect` is a mapping of metrics to what they must be, not `{brief(value)}`"
+        complain(where, message, help)
         return {}
     gates: dict[str, Gate] = {}
     for name, text in value.items():
-        match = _GATE.fullmatch(text) if isinstance(text, str) else None
+        place = f"{where}.{name}"
+        match = None
+        if isinstance(text, str):
+            match = _GATE.fullmatch(text)
         if match is None:
             message = f"`{brief(name)}: {brief(text)}` is not a sign and a number"
-            complain(
-                f"{where}.{name}",
-                message,
-                f"one of {', '.join(_TESTS)} and a number, in quotes: {help}",
-            )
+            signs = f"one of {', '.join(_TESTS)} and a number, in quotes: {help}"
+            complain(place, message, signs)
             continue
         bound = float(match["bound"])
         if not math.isfinite(bound):
-            complain(f"{where}.{name}", f"the number of `{brief(name)}` is too large", help)
+            complain(place, f"the number of `{brief(name)}` is too large", help)
             continue
         gates[str(name)] = Gate(match["sign"], bound)
     return gates

@@ -8,15 +8,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from launcher.config.points import ATTENTIONS, BY_NAME, DEFAULTS, POINTS, PointType
 from launcher.errors import brief
 from launcher.lazy_dataclass import dataclass
 
 Kind = Literal["word", "number", "switch", "text", "list", "mapping", "path"]
-Fault = tuple[str, str, str | None]
-"""Where a value is wrong (`probe.within`), the message, and what to write instead."""
+
+
+class KeyFault(NamedTuple):
+    """Where a value is wrong (`probe.within`), the message, and what to write instead."""
+
+    where: str
+    message: str
+    help: str | None = None
+
 
 TRAINERS = ["open_instruct", "trl"]
 """The names of `trainers.BACKENDS`: this table is read before any of them is imported."""
@@ -57,24 +64,26 @@ class Key:
         return self.takes or _SHAPES[self.kind]
 
     def as_json(self) -> dict[str, Any]:
-        parts = [part.as_json() for part in self.parts]
-        texts = {
+        return {
             "key": self.name,
             "type": self.shape,
             "default": self.default,
             "meaning": self.meaning,
+            "words": list(self.words),
+            "parts": [part.as_json() for part in self.parts],
         }
-        return {**texts, "words": list(self.words), "parts": parts}
 
-    def read(self, value: Any, where: str = "") -> tuple[Any, list[Fault]]:
+    def read(self, value: Any, where: str = "") -> tuple[Any, list[KeyFault]]:
         """The value, None for a null or faulty one, and what is wrong with it."""
         where = where or self.name
         if value is None:
             return None, []
         if self.switch:
             is_on = _parse_switch(value)
-            if is_on is not None:
-                return ({} if is_on else False), []
+            if is_on is False:
+                return False, []
+            if is_on is True:
+                return {}, []
         if self.kind == "mapping" and isinstance(value, dict):
             return self._read_parts(value, where)
         if self.kind == "list":
@@ -93,31 +102,37 @@ class Key:
                 result = str(value)
         if result is not None:
             return result, []
-        limits = f", at most {LARGEST:,}" if self.kind == "number" else ""
-        return None, [(where, f"`{where}` is {self.shape}{limits}, not `{brief(value)}`", None)]
+        shape = self.shape
+        if self.kind == "number":
+            shape += f", at most {LARGEST:,}"
+        message = f"`{where}` is {shape}, not `{brief(value)}`"
+        return None, [KeyFault(where, message)]
 
-    def _read_words(self, value: Any, where: str) -> tuple[Any, list[Fault]]:
-        words = value if isinstance(value, list) else [value]
+    def _read_words(self, value: Any, where: str) -> tuple[Any, list[KeyFault]]:
+        words = [value]
+        if isinstance(value, list):
+            words = value
         for word in words:
             # a kernel has the name of its repository
             is_kernel = isinstance(word, str) and "/" in word
             if word not in self.words and not is_kernel:
                 return None, [self._refuse_value(where, word)]
-        is_repeated = len(set(words)) < len(words)
-        if not words or is_repeated:
-            message = f"`{where}` names each once"
-            return None, [(where, message, None)]
+        if not words or len(set(words)) < len(words):
+            return None, [KeyFault(where, f"`{where}` names each once")]
         return tuple(words), []
 
-    def _read_parts(self, value: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Fault]]:
+    def _read_parts(
+        self, value: dict[str, Any], where: str
+    ) -> tuple[dict[str, Any], list[KeyFault]]:
         parts = {part.name: part for part in self.parts}
         values: dict[str, Any] = {}
-        faults: list[Fault] = []
+        faults: list[KeyFault] = []
         for name, below in value.items():
             place = f"{where}.{name}"
             if name not in parts:
                 message = f"unknown key `{brief(name)}` in `{where}`"
-                faults.append((place, message, nearest(str(name), tuple(parts))))
+                help = nearest(str(name), tuple(parts))
+                faults.append(KeyFault(place, message, help))
                 continue
             result, wrong = parts[name].read(below, place)
             faults += wrong
@@ -125,23 +140,30 @@ class Key:
                 values[name] = result
         return values, faults
 
-    def _refuse_value(self, where: str, value: Any) -> Fault:
-        # a point of the verdict has few states: all are said
-        near = "" if "any" in self.words else str(value).lower().replace("-", "_")
-        return where, f"invalid value `{brief(value)}` for `{where}`", nearest(near, self.words)
+    def _refuse_value(self, where: str, value: Any) -> KeyFault:
+        word = str(value).lower().replace("-", "_")
+        if "any" in self.words:
+            # a point of the verdict has few states: all are said
+            word = ""
+        message = f"invalid value `{brief(value)}` for `{where}`"
+        return KeyFault(where, message, nearest(word, self.words))
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
     """The name that was probably meant, else all of them."""
     near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
+    if near:
+        return f"did you mean `{near[0]}`?"
+    return f"one of {', '.join(names)}"
 
 
 def _spell_word(value: Any, words: Sequence[str]) -> str:
     """The word as its author meant it: a plain `no`, `on` or `true` is a boolean in YAML."""
     if not isinstance(value, bool):
         return str(value)
-    spellings = ON if value else OFF
+    spellings = OFF
+    if value:
+        spellings = ON
     for spelling in spellings:
         if spelling in words:
             return spelling
@@ -151,10 +173,14 @@ def _spell_word(value: Any, words: Sequence[str]) -> str:
 def _parse_switch(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
-    word = value.lower() if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    word = value.lower()
     if word in ON:
         return True
-    return False if word in OFF else None
+    if word in OFF:
+        return False
+    return None
 
 
 def _parse_whole_number(value: Any, least: int) -> int | None:
@@ -163,7 +189,9 @@ def _parse_whole_number(value: Any, least: int) -> int | None:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         return None
-    return value if least <= value <= LARGEST else None
+    if least <= value <= LARGEST:
+        return value
+    return None
 
 
 STAGES = ("sft", "dpo")

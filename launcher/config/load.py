@@ -61,9 +61,13 @@ class Written:
         # one copy of both: the tree may be the very mapping that is named
         value, named = copy.deepcopy((self.value, self.named))
         origins = dict(self.origins)
-        faults = [_apply_override(self.path, value, origins, text) for text in overrides]
-        if any(faults):
-            raise InvalidConfig(filter(None, faults))
+        faults = []
+        for text in overrides:
+            fault = _apply_override(self.path, value, origins, text)
+            if fault is not None:
+                faults.append(fault)
+        if faults:
+            raise InvalidConfig(faults)
         interpolated = interpolate(self.path, value, origins, named)
         borrowed = self.borrowed | interpolated.borrowed
         options = interpolated.value
@@ -173,7 +177,10 @@ def _read_with_parents(
     path: Path, children: tuple[Path, ...], text: str | None = None
 ) -> tuple[Document, tuple[Path, ...]]:
     """The file with its parents merged into it, and their paths, the nearest first."""
-    content = document.read_yaml(path) if text is None else document.parse(path, text)
+    if text is None:
+        content = document.read_yaml(path)
+    else:
+        content = document.parse(path, text)
     if content.value.get("extends") is None:
         content.value.pop("extends", None)
         return content, ()
@@ -189,11 +196,19 @@ def _read_with_parents(
         help = "`extends` is relative to the file that holds it"
         raise refused(path, "missing-parent", message, line, help)
     base, parents = _read_with_parents(target, chain)
+    return _inherit(base, content), (target, *parents)
+
+
+def _inherit(base: Document, content: Document) -> Document:
+    """A file's content merged into that of its parent."""
     origins = dict(base.origins)
     value = _merge_mappings(base.value, content.value, origins)
-    origins |= content.origins
-    faults = (*base.faults, *content.faults)
-    return Document(value, origins, faults, (*base.kept, *content.kept)), (target, *parents)
+    return Document(
+        value=value,
+        origins=origins | content.origins,
+        faults=(*base.faults, *content.faults),
+        kept=(*base.kept, *content.kept),
+    )
 
 
 def _require_parent(path: Path, parent: object, line: int | None) -> Path:
@@ -251,8 +266,6 @@ _TRL = set(
     "use_peft lora_r max_length max_steps eval_strategy save_strategy save_steps bf16 optim "
     "warmup_steps dtype torch_dtype dataset_text_field datasets accelerate_config".split()
 )
-
-
 _TRL_ALONE = _TRL | set(
     "fp16 evaluation_strategy max_prompt_length gradient_checkpointing_kwargs do_eval hub_model_id "
     "hub_strategy log_level dataset_splits packing logging_strategy per_device_eval_batch_size "
@@ -282,7 +295,9 @@ def tool_of(tree: Mapping[str, Any]) -> str | None:
         return "llama_factory"
     if names & {"dataset_mixer_list", "dataset_mixer", "mixer_list", "backend", "extends"}:
         return None
-    return "trl" if names & _TRL and names & {"dataset_name", "datasets"} else None
+    if names & _TRL and names & {"dataset_name", "datasets"}:
+        return "trl"
+    return None
 
 
 def _is_handbook(names: set[str]) -> bool:
@@ -326,9 +341,8 @@ def _find_first_line(origins: Mapping[str, Origin]) -> int:
 
 def _unwrap(written: Written) -> Written:
     value = dict(written.value)
-    inner = _require_mapping(
-        written.path, written.origins, "open_instruct", value.pop("open_instruct")
-    )
+    section = value.pop("open_instruct")
+    inner = _require_mapping(written.path, written.origins, "open_instruct", section)
     value |= inner
     origins = {}
     for key, origin in written.origins.items():
@@ -421,7 +435,7 @@ def _set_value(
     tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin
 ) -> None:
     """Set what a dotted key names. Raises _BadOverride."""
-    *above, last = [int(index) if index else name for index, name in _STEPS.findall(key)]
+    *above, last = _split_key(key)
     node: Any = tree
     path = ""
     for written in above:
@@ -439,6 +453,17 @@ def _set_value(
     path = join(path, step)
     _forget_below(origins, path)
     origins[path] = origin
+
+
+def _split_key(key: str) -> list[str | int]:
+    """The names and indexes of a dotted key."""
+    steps: list[str | int] = []
+    for index, name in _STEPS.findall(key):
+        if index:
+            steps.append(int(index))
+        else:
+            steps.append(name)
+    return steps
 
 
 def _resolve_step(node: Any, step: str | int, path: str) -> str | int:
@@ -468,7 +493,9 @@ def _parse_override_value(raw: str) -> Any:
     is_template = text.startswith(("{%", "{{", "{#"))
     if not is_quoted and (is_template or not text.startswith(("[", "{"))):
         value = document.plain(text)
-        return raw if isinstance(value, str) else value
+        if isinstance(value, str):
+            return raw
+        return value
     builder = document.Builder("override")
     try:
         value = builder.build(text)
@@ -487,8 +514,9 @@ def _complete_key(key: str) -> str:
     first = re.split(r"[.\[]", key, maxsplit=1)[0]
     if first == _WRAPPED_DEEPSPEED:
         return "deepspeed" + key.removeprefix(first)
-    is_option = first == "num_gpus" or (first in KEYS and first != "extends")
-    return key if is_option else f"args.{key}"
+    if first == "num_gpus" or (first in KEYS and first != "extends"):
+        return key
+    return f"args.{key}"
 
 
 def _forget_below(origins: dict[str, Origin], path: str) -> None:

@@ -61,7 +61,8 @@ class Link:
 
     def texts(self) -> list[str]:
         """What is laid over the stage file: `with:` first, then the command line."""
-        return [*(f"{key}={spelt(value)}" for key, value in self.written.items()), *self.overrides]
+        changes = [f"{key}={spelt(value)}" for key, value in self.written.items()]
+        return [*changes, *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
         return nearest(self.origins, key) or self.origins[""]
@@ -163,7 +164,9 @@ class _PipelineReader:
         name = self.value.get("name")
         if isinstance(name, dict | list):
             self._add_finding("name", "`name` is one word for the pipeline")
-        return self.path.stem if name is None else str(name)
+        if name is None:
+            return self.path.stem
+        return str(name)
 
     def links(self) -> tuple[Link, ...]:
         self._refuse_others("", self.value, KEYS)
@@ -189,9 +192,8 @@ class _PipelineReader:
         if isinstance(entry, str):
             entry = {"config": entry}
         if not isinstance(entry, dict):
-            self._add_finding(
-                where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}"
-            )
+            message = f"a stage is a mapping, not `{brief(entry)}`"
+            self._add_finding(where, message, "{config: sft.yaml}")
             return None
         self._refuse_others(where, entry, STAGE_KEYS)
         config = self._read_config(f"{where}.config", entry.get("config"))
@@ -205,10 +207,10 @@ class _PipelineReader:
             gpus = self._read_gpus(f"{where}.gpus", entry["gpus"])
         changes = self._read_changes(f"{where}.with", entry.get("with"))
         measured = None
-        if entry.get("eval") is not None:
-            measured = evaluation.read_evaluation_key(
-                f"{where}.eval", entry["eval"], self._add_finding
-            )
+        command = entry.get("eval")
+        if command is not None:
+            place = f"{where}.eval"
+            measured = evaluation.read_evaluation_key(place, command, self._add_finding)
         if config is None or name is None:
             return None
         origins = {"": self._find_origin(where)}
@@ -258,8 +260,10 @@ class _PipelineReader:
     def _read_source(
         self, where: str, entry: Mapping[str, Any], before: Sequence[str]
     ) -> str | None:
+        if "from" not in entry and not before:
+            return None
         if "from" not in entry:
-            return before[-1] if before else None
+            return before[-1]
         source = entry["from"]
         # a plain `no` is a boolean in YAML
         if source is None or source is False or source == "none":

@@ -90,11 +90,15 @@ def _liger(_state: str, detail: Detail) -> str | None:
             calls.append(f"{operation} {count:,}")
     if calls:
         return f"calls of its kernels: {', '.join(calls)}"
-    return "no kernel of Liger was called" if counted else None
+    if counted:
+        return "no kernel of Liger was called"
+    return None
 
 
 def _packing(_state: str, detail: Detail) -> str | None:
-    parts = [str(detail["detail"])] if detail.get("detail") else []
+    parts = []
+    if detail.get("detail"):
+        parts.append(str(detail["detail"]))
     if detail.get("stand_in"):
         parts.append(f"shown with a stand-in: {detail['stand_in']}")
     return "; ".join(parts) or None
@@ -146,8 +150,12 @@ def _data(state: str, detail: Detail) -> str | None:
 def _cache(state: str, detail: Detail) -> str | None:
     if state not in ("hit", "miss"):
         return None
-    words = "found" if state == "hit" else "not there, so it was made"
-    return f"{words}: {detail['path']}" if detail.get("path") else words
+    words = "found"
+    if state == "miss":
+        words = "not there, so it was made"
+    if detail.get("path"):
+        words += f": {detail['path']}"
+    return words
 
 
 def _loss(state: str, detail: Detail) -> str | None:
@@ -155,7 +163,9 @@ def _loss(state: str, detail: Detail) -> str | None:
         return None
     counts = {"recorded by the probe": detail["counted"], "logged": detail["logged"]}
     parts = [f"{count:,} {source}" for source, count in counts.items() if count]
-    return f"losses: {', '.join(parts)}; all finite" if parts else None
+    if not parts:
+        return None
+    return f"losses: {', '.join(parts)}; all finite"
 
 
 def _gradients(state: str, detail: Detail) -> str | None:
@@ -177,22 +187,29 @@ def _trend(_state: str, detail: Detail) -> str | None:
 
 def _memory(state: str, detail: Detail) -> str | None:
     peak = detail.get("peak_allocated_gib")
-    if not peak:
-        return "no error, and no GPU memory was measured" if state == "ok" else None
-    text = f"peak {peak:.2f} GiB on a GPU"
-    parts = detail.get("planned_gib")
-    planned = parts.get("peak") if isinstance(parts, Mapping) else None
-    return f"{text}, planned {planned:.2f} GiB" if planned else text
+    if peak:
+        text = f"peak {peak:.2f} GiB on a GPU"
+        planned = detail.get("planned_gib")
+        if isinstance(planned, Mapping) and planned.get("peak"):
+            text += f", planned {planned['peak']:.2f} GiB"
+        return text
+    if state == "ok":
+        return "no error, and no GPU memory was measured"
+    return None
 
 
 def _finish(_state: str, detail: Detail) -> str | None:
     parts = []
     last = detail.get("last_step")
     total = detail.get("total_steps")
-    if last is not None:
-        of = f" of {total:,}" if total else ""
-        parts.append(f"step {last:,}{of} was the last")
-    parts.append("the model was saved" if detail.get("saved") else "no final save was seen")
+    if last is not None and total:
+        parts.append(f"step {last:,} of {total:,} was the last")
+    elif last is not None:
+        parts.append(f"step {last:,} was the last")
+    if detail.get("saved"):
+        parts.append("the model was saved")
+    else:
+        parts.append("no final save was seen")
     during = DURING.get(str(detail.get("during")))
     if during:
         parts.append(f"it ended{during}")
@@ -212,18 +229,19 @@ def _resume(_state: str, detail: Detail) -> str | None:
 
 
 def _evaluation(_state: str, detail: Detail) -> str | None:
-    gates = [
-        f"{gate['metric']} {gate['value']:.4g}"
-        for gate in detail["gates"]
-        if gate["value"] is not None
-    ]
-    if gates:
-        return f"measured: {', '.join(gates)}"
-    metrics = detail["metrics"]
-    main = [
-        f"{task} {metrics[name]:.4g}" for task, name in detail["main"].items() if name in metrics
-    ]
-    return f"measured: {', '.join(main[:4])}" if main else None
+    measured = []
+    for gate in detail["gates"]:
+        if gate["value"] is not None:
+            measured.append(f"{gate['metric']} {gate['value']:.4g}")
+    if not measured:
+        metrics = detail["metrics"]
+        for task, name in detail["main"].items():
+            if name in metrics:
+                measured.append(f"{task} {metrics[name]:.4g}")
+        measured = measured[:4]
+    if not measured:
+        return None
+    return f"measured: {', '.join(measured)}"
 
 
 POINTS: list[PointType] = [

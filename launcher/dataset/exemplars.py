@@ -33,7 +33,7 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
 
     Only of files whose rows are read as the trainer's reader types them: cells of CSV are not.
     """
-    places = _find_places(survey)
+    places = list(_find_places(survey))
     files = list(dict.fromkeys(place.file for place in places))
     for file in files:
         if reading.data_suffix(Path(file)) in reading.TEXT_FORMATS:
@@ -49,10 +49,14 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
     return exemplars[:_MOST_ROWS]
 
 
-def _find_places(survey: Survey) -> list[RowPlace]:
-    kinds = [seen.first for (_, kind), seen in survey.kinds.items() if kind != "absent"]
-    facts = [seen.first for (_, fact), seen in survey.facts.items() if fact not in _NOT_SHOWN]
-    return kinds + facts
+def _find_places(survey: Survey) -> Iterator[RowPlace]:
+    """The first row with each kind of value and each fact."""
+    for (_, kind), seen in survey.kinds.items():
+        if kind != "absent":
+            yield seen.first
+    for (_, fact), seen in survey.facts.items():
+        if fact not in _NOT_SHOWN:
+            yield seen.first
 
 
 def _read_exemplars(path: Path, places: dict[int, RowPlace]) -> Iterator[Exemplar]:

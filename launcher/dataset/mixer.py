@@ -34,7 +34,9 @@ def entry_rows(name: str, amount: str) -> int | None:
     rows = HUB_ROWS.get(name)
     if rows is None and name.endswith(LOCAL_SUFFIXES):
         rows = _count_file_rows(name)
-    return None if rows is None or not math.isfinite(share) else int(rows * share)
+    if rows is None or not math.isfinite(share):
+        return None
+    return int(rows * share)
 
 
 def _count_file_rows(name: str) -> int | None:
@@ -42,4 +44,6 @@ def _count_file_rows(name: str) -> int | None:
     if not is_file(path):
         return None
     surveyed = survey.look([path])
-    return None if surveyed.unread else surveyed.rows
+    if surveyed.unread:
+        return None
+    return surveyed.rows

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from launcher.dataset import slices, sources, survey
@@ -66,12 +67,16 @@ class Piece:
 
     @property
     def count(self) -> int | None:
-        return None if self.rows is None else len(self.rows)
+        if self.rows is None:
+            return None
+        return len(self.rows)
 
     def survey(self, columns: Sequence[str] | None) -> Survey:
         """What its rows are like, in the columns that are selected."""
         whole = survey.look(self.source.files, self.rows)
-        return whole if columns is None else whole.of_columns(columns)
+        if columns is None:
+            return whole
+        return whole.of_columns(columns)
 
 
 def _add_counts(counts: Iterable[int | None]) -> int | None:
@@ -105,15 +110,18 @@ class Mixture:
 
     def names(self) -> list[str]:
         """What the data are read from, each once: folders, named files, names of the hub."""
-        named: dict[str, None] = {}
+        names: list[str] = []
         for mixed in self.sets:
             entry = mixed.entry
-            files: list[str] = []
+            files: list[Path] = []
             if entry.data_files or entry.data_dir or not os.path.isdir(entry.path):
                 for piece in mixed.pieces:
-                    files += map(str, (*piece.source.files, *piece.source.beside))
-            named.update(dict.fromkeys(files or [entry.path]))
-        return list(named)
+                    files += [*piece.source.files, *piece.source.beside]
+            if files:
+                names += map(str, files)
+            else:
+                names.append(entry.path)
+        return list(dict.fromkeys(names))
 
     @property
     def rows(self) -> int | None:
@@ -129,7 +137,9 @@ class Mixture:
         rows = self.rows
         if size is None or isinstance(size, int):
             return size or 0
-        return None if rows is None else math.ceil(size * rows)
+        if rows is None:
+            return None
+        return math.ceil(size * rows)
 
     @property
     def train_rows(self) -> int | None:
@@ -142,8 +152,10 @@ class Mixture:
 
 def entries(listed: Any) -> tuple[SetEntry, ...]:
     """The valid entries of a list as a stage file holds it."""
+    if not isinstance(listed, list):
+        return ()
     read = []
-    for index, item in enumerate(listed if isinstance(listed, list) else []):
+    for index, item in enumerate(listed):
         if isinstance(item, str):
             read.append(SetEntry(index=index, path=item))
         elif isinstance(item, dict) and _is_valid(item):
@@ -152,8 +164,9 @@ def entries(listed: Any) -> tuple[SetEntry, ...]:
 
 
 def _is_valid(item: dict[str, Any]) -> bool:
-    has_path = isinstance(item.get("path"), str)
-    return has_path and not any(type_fault(key, value) for key, value in item.items())
+    if not isinstance(item.get("path"), str):
+        return False
+    return not any(type_fault(key, value) for key, value in item.items())
 
 
 def _build_entry(index: int, item: Mapping[str, Any]) -> SetEntry:
@@ -165,9 +178,11 @@ def _build_entry(index: int, item: Mapping[str, Any]) -> SetEntry:
 
 def type_fault(key: str, value: Any) -> str | None:
     """Why TRL or `datasets` cannot use the type of a key's value; None where they can."""
-    if value is None:
+    if value is None and key in ("path", "split"):
         # these have to be there, or the default is meant and null is none
-        return "is empty" if key in ("path", "split") else None
+        return "is empty"
+    if value is None:
+        return None
     if key in ("path", "name", "data_dir", "split"):
         fits = isinstance(value, str)
         fault = "is not text"
@@ -182,7 +197,9 @@ def type_fault(key: str, value: Any) -> str | None:
         fault = "is neither a path, a list of paths, nor a mapping of splits to paths"
     else:
         return None
-    return None if fits else fault
+    if fits:
+        return None
+    return fault
 
 
 def _is_files(value: Any) -> bool:
@@ -245,10 +262,10 @@ def _limit_by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
         if weight > 0:
             limits.append(mixed.rows / weight)
     total = min(limits)
-    return [
-        _take_first(mixed, round(weight * total))
-        for mixed, weight in zip(sets, weights, strict=True)
-    ]
+    limited = []
+    for mixed, weight in zip(sets, weights, strict=True):
+        limited.append(_take_first(mixed, round(weight * total)))
+    return limited
 
 
 def _forget_rows(mixed: MixedSet) -> MixedSet:

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.lazy_dataclass import dataclass
 
@@ -39,8 +39,8 @@ def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows 
 
     `tokenizer` is the name by which upstream knows it. Raises OSError.
     """
-    ends = _find_marks(folder / "tokenizer", tokenizer)
-    if ends is None:
+    marks = _find_marks(folder / "tokenizer", tokenizer)
+    if marks is None:
         return None
     samples = 0
     documents = 0
@@ -49,7 +49,9 @@ def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows 
         with gzip.open(tokens.with_suffix("").with_suffix(".csv.gz"), "rt") as lines:
             samples += sum(1 for _ in lines)
         mask = tokens.with_name(tokens.name.replace("token_ids", "labels_mask"))
-        lengths = Counter(min(length, limit) for length in _measure_documents(tokens, mask, *ends))
+        lengths: Counter[int] = Counter()
+        for length in _measure_documents(tokens, mask, marks):
+            lengths[min(length, limit)] += 1
         documents += lengths.total()
         rows += rows_of(lengths, limit)
     return PackedRows(samples=samples, documents=documents, rows=rows)
@@ -87,7 +89,14 @@ def rows_of(lengths: Mapping[int, int], limit: int) -> int:
     return rows
 
 
-def _measure_documents(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[int]:
+class _Marks(NamedTuple):
+    """The token that ends a text, and the one that begins it where both have to stand."""
+
+    end: int
+    begin: int | None = None
+
+
+def _measure_documents(tokens: Path, mask: Path, marks: _Marks) -> Iterator[int]:
     """The lengths of the documents of a file; what stands behind the last end is none."""
     count = mask.stat().st_size
     if not count:
@@ -98,32 +107,30 @@ def _measure_documents(tokens: Path, mask: Path, end: int, begin: int | None) ->
     start = place = 0
     while place < count:
         try:
-            place = content.index(end, place) + 1
+            place = content.index(marks.end, place) + 1
         except ValueError:
             return
-        if begin is None or place == count or content[place] == begin:
+        if marks.begin is None or place == count or content[place] == marks.begin:
             yield place - start
             start = place
 
 
-def _find_marks(folder: Path, name: str) -> tuple[int, int | None] | None:
-    """The token that ends a text and the one that begins it, where both have to stand; None where
-    neither is known.
-    """
+def _find_marks(folder: Path, name: str) -> _Marks | None:
+    """The marks of a tokenizer; None where they are not known."""
     if any(marker in name for marker in _DOLMA2):
-        return _DOLMA2_END, None
+        return _Marks(_DOLMA2_END)
     try:
-        config: dict[str, Any] = json.loads(
-            (folder / "tokenizer_config.json").read_text(encoding="utf-8")
-        )
-        whole: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     end = _find_token_id(config.get("eos_token"), whole)
     begin = _find_token_id(config.get("bos_token"), whole)
     if end is None:
         return None
-    return end, None if begin == end else begin
+    if begin == end:
+        return _Marks(end)
+    return _Marks(end, begin)
 
 
 def _find_token_id(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
@@ -137,4 +144,6 @@ def _find_token_id(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
     if not isinstance(vocabulary, dict):
         return None
     token_id = vocabulary.get(text)
-    return token_id if isinstance(token_id, int) else None
+    if isinstance(token_id, int):
+        return token_id
+    return None

@@ -99,7 +99,9 @@ def data_suffix(path: Path) -> str:
     for suffix in reversed(suffixes):
         if suffix in _READERS:
             return suffix
-    return suffixes[-1] if suffixes else ""
+    if not suffixes:
+        return ""
+    return suffixes[-1]
 
 
 def has_lines(path: Path) -> bool:
@@ -279,13 +281,11 @@ def _read_items_up_to_end(window: _Window) -> Iterator[Numbered]:
     while True:
         yield from _read_item(window)
         character = window.next_character()
+        if not character:
+            yield window.line, BadRow("ends inside the array: `]` is missing")
+            raise _Undecodable
         if character not in (",", "]"):
-            reason = (
-                "is followed by neither `,` nor `]`"
-                if character
-                else "ends inside the array: `]` is missing"
-            )
-            yield window.line, BadRow(reason)
+            yield window.line, BadRow("is followed by neither `,` nor `]`")
             raise _Undecodable
         window.skip(character)
         if character == "]":
@@ -318,7 +318,9 @@ def _read_item(window: _Window) -> Iterator[Numbered]:
     except ValueError as error:
         yield number, BadRow(f"is not JSON ({str(error).partition(':')[0].lower()})")
         raise _Undecodable from None
-    yield number, {"text": item} if isinstance(item, str) else item
+    if isinstance(item, str):
+        item = {"text": item}
+    yield number, item
 
 
 _DECODER = json.JSONDecoder()
@@ -407,10 +409,10 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
                     yield number, BadRow(f"has {len(values)} cells, the header has {len(names)}")
                     continue
                 padded = values + [""] * (len(names) - len(values))
-                yield (
-                    number,
-                    {name: _parse_cell(value) for name, value in zip(names, padded, strict=True)},
-                )
+                row = {}
+                for name, value in zip(names, padded, strict=True):
+                    row[name] = _parse_cell(value)
+                yield number, row
         except UnicodeDecodeError:
             yield number, BadRow("is not UTF-8")
         except csv.Error as error:

@@ -101,17 +101,7 @@ def is_labelled(survey: Survey) -> bool:
 
 def prompt_columns(survey: Survey) -> tuple[str, ...]:
     """Columns beside `chosen` and `rejected` that hold the question, other than `prompt`."""
-    names = (
-        "instruction",
-        "question",
-        "query",
-        "problem",
-        "input",
-        "system",
-        "conversations",
-        "messages",
-        "history",
-    )
+    names = (*_INSTRUCTIONS, "system", "conversations", "messages", "history")
     return tuple(name for name in names if _has_text(survey, name))
 
 
@@ -127,11 +117,10 @@ def _has_text(survey: Survey, column: str) -> bool:
 
 def _recognise_pairs(survey: Survey, better: str, worse: str) -> RowForm | None:
     convert = _convert_pair
+    name = _name_pairs(survey, better)
     if _is_written_out(survey, better):
         convert = _convert_written_out_pair
-        name: str | None = "messages as text"
-    else:
-        name = _name_pairs(survey, better)
+        name = "messages as text"
     if name is None or survey.named(better, "items:"):
         return None
     into = "`chosen` and `rejected`, each a conversation with its prompt"
@@ -208,7 +197,8 @@ def _find_first_column(survey: Survey, columns: Mapping[str, str], names: list[s
 
 def _build_chat_form(name: str, column: str) -> RowForm:
     def convert(row: Row) -> dict[str, Any]:
-        return _add_columns(messages_of(_decode(column, row.get(column))), row)
+        messages = messages_of(_decode(column, row.get(column)))
+        return _add_columns(messages, row)
 
     return RowForm(name=name, into="`messages`", convert=convert)
 
@@ -230,13 +220,16 @@ def _name_chats(survey: Survey, column: str) -> str | None:
         return None
     roles = survey.named(column, "role:")
     if survey.count(column, "no-role") or survey.count(column, "no-content") == survey.rows:
-        is_unsure = column.lower() in _UNSURE_CHATS and set(roles) == {"?"}
-        return None if is_unsure else f"`{column}` with other keys"
+        if column.lower() in _UNSURE_CHATS and set(roles) == {"?"}:
+            return None
+        return f"`{column}` with other keys"
     if column != "messages":
         return f"`{column}`"
     if any(_normalise_role(role) != role for role in roles):
         return "`messages` with other roles"
-    return "`messages` beside a prompt" if "prompt" in survey.columns else None
+    if "prompt" in survey.columns:
+        return "`messages` beside a prompt"
+    return None
 
 
 def _read_text(row: Row, name: str) -> str:
@@ -279,7 +272,9 @@ def _convert_alpaca(row: Row) -> dict[str, Any]:
 def _read_history(history: object) -> list[Message]:
     """Earlier turns, each a question and its answer."""
     messages: list[Message] = []
-    for turn in history if isinstance(history, list) else []:
+    if not isinstance(history, list):
+        return messages
+    for turn in history:
         if not isinstance(turn, list) or len(turn) != 2 or not _are_texts(turn):
             raise CannotConvert("its `history` is no list of a question and an answer each")
         messages += _alternate_roles(turn)
@@ -377,7 +372,8 @@ def _convert_message(message: Message) -> Message:
     replaced = {role_key, content_key, "role", "content", "from", "value"}
     rest = {key: value for key, value in message.items() if key not in replaced}
     if role in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": _convert_calls(content), **rest}
+        calls = _convert_calls(content)
+        return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
     return {"role": role, "content": content, **rest}
 
 
@@ -390,15 +386,20 @@ def _find_filled_key(message: Message, keys: tuple[str, ...]) -> str:
 
 def _convert_calls(content: object) -> list[dict[str, Any]]:
     """ShareGPT's `function_call`: JSON of one call, or of several."""
-    try:
-        calls = json.loads(content) if isinstance(content, str) else content
-    except (ValueError, RecursionError):
-        raise CannotConvert("has a function call that is not JSON") from None
+    calls: Any = content
+    if isinstance(content, str):
+        try:
+            calls = json.loads(content)
+        except (ValueError, RecursionError):
+            raise CannotConvert("has a function call that is not JSON") from None
     if not isinstance(calls, list):
         calls = [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise CannotConvert("has a function call without a name")
-    return [{"type": "function", "function": call} for call in calls]
+    converted = []
+    for call in calls:
+        if not isinstance(call, dict) or "name" not in call:
+            raise CannotConvert("has a function call without a name")
+        converted.append({"type": "function", "function": call})
+    return converted
 
 
 def _read_messages(row: Row, name: str, role: str) -> list[Message]:
@@ -411,10 +412,11 @@ def _read_messages(row: Row, name: str, role: str) -> list[Message]:
 
 def _convert_answer(row: Row, question: str, answer: str) -> dict[str, Any]:
     prompt = _read_messages(row, question, "user")
-    if isinstance(row.get(question), str):
-        text = _append_context(_read_text(row, question), row.get("context"))
-        prompt = [{"role": "user", "content": text}]
-    return _add_columns(_join_answer(prompt, _read_messages(row, answer, "assistant")), row)
+    text = row.get(question)
+    if isinstance(text, str):
+        prompt = [{"role": "user", "content": _append_context(text, row.get("context"))}]
+    messages = _join_answer(prompt, _read_messages(row, answer, "assistant"))
+    return _add_columns(messages, row)
 
 
 def _join_answer(prompt: list[Message], answer: list[Message]) -> list[Message]:

@@ -45,10 +45,12 @@ class Slice:
 
     def rows(self, total: int) -> range:
         """The rows that are read of so many. Raises BadSplit where that is refused."""
-        start = 0 if self.start is None else self._find_row(self.start, total)
-        stop = total if self.stop is None else self._find_row(self.stop, total)
-        start = _clip_row(start, total)
-        stop = _clip_row(stop, total)
+        start = 0
+        stop = total
+        if self.start is not None:
+            start = _clip_row(self._find_row(self.start, total), total)
+        if self.stop is not None:
+            stop = _clip_row(self._find_row(self.stop, total), total)
         return range(start, max(start, stop))
 
     def _find_row(self, boundary: int, total: int) -> int:

@@ -125,7 +125,9 @@ def _build_source(name: str, splits: dict[str, list[Path]], split: str) -> Sourc
 def reader_of(path: Path) -> str | None:
     """The reader of `datasets` for a file, such as `json`; None where launch knows none."""
     kind = _FORMATS.get(reading.data_suffix(path))
-    return None if kind is None else _name_reader(kind)
+    if kind is None:
+        return None
+    return _name_reader(kind)
 
 
 def of_file(name: str) -> Source:
@@ -141,8 +143,8 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
     if not os.path.isdir(folder):
         if model_config.is_path(name) or name.count("/") != 1:
             return Source(name=name, unseen="it is not here")
-        cached = model_config.snapshot(name, environ, kind="datasets")
-        if cached is None or not os.path.isdir(cached):
+        cached = _find_cached(name, environ)
+        if cached is None:
             return Source(name=name, unseen="it is not downloaded yet")
         folder = cached
     elif os.path.exists(folder / SAVED_TO_DISK):
@@ -165,6 +167,14 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
             return Source(name=name, unseen=reason)
         return replace(error.source, name=name)
     return _build_source(name, _join_folder(folder, splits), split)
+
+
+def _find_cached(name: str, environ: Mapping[str, str]) -> Path | None:
+    """The folder of a data set in the hub's cache."""
+    folder = model_config.snapshot(name, environ, kind="datasets")
+    if folder is None or not os.path.isdir(folder):
+        return None
+    return folder
 
 
 def _join_folder(folder: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
@@ -200,8 +210,10 @@ def of_set(
         return of_name(path, split, config, environ)
     folder = _find_base(path, data_dir, environ)
     if folder is None:
-        missing = (path,) if model_config.is_path(path) else ()
-        return Source(name=path, unseen="it is not here", missing=missing)
+        source = Source(name=path, unseen="it is not here")
+        if model_config.is_path(path):
+            return replace(source, missing=(path,))
+        return source
     if split == "all":
         return Source(name=path, unseen="it is read of all splits")
     if data_files is None and not os.path.isdir(folder):
@@ -222,8 +234,10 @@ def _find_base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> P
         return Path(path) / below
     if model_config.is_path(path) or path.count("/") != 1:
         return None
-    cached = model_config.snapshot(path, environ, kind="datasets")
-    return None if cached is None or not os.path.isdir(cached) else cached / below
+    cached = _find_cached(path, environ)
+    if cached is None:
+        return None
+    return cached / below
 
 
 def _find_files_of_set(
@@ -241,20 +255,22 @@ def _find_files_of_set(
         fault = f"has no split {split}: `data_files` and the names of the files make them {there}"
         remedy = "name a split that there is, or make `data_files` a mapping of splits to files"
         raise _build_refusal(fault, remedy)
-    reader = path if path in LOADERS else None
-    return {name: _select_readable(files, reader) for name, files in splits.items()}
+    for name, files in splits.items():
+        if path in LOADERS:
+            _require_reader(files, path)
+        else:
+            names = [str(file) for file in files]
+            selected = _select_files_of_format(names, _find_common_format(names))
+            splits[name] = [Path(file) for file in selected]
+    return splits
 
 
-def _select_readable(files: Sequence[Path], reader: str | None) -> list[Path]:
-    """The files that are read. Raises _NoFiles where a reader has a way of its own."""
-    names = [str(file) for file in files]
-    if reader is None:
-        return [Path(name) for name in _select_files_of_format(names, _find_common_format(names))]
-    for name in names:
-        suffix = reading.data_suffix(Path(name))
+def _require_reader(files: Iterable[Path], reader: str) -> None:
+    """Raises _NoFiles where the reader has a way of its own with a file."""
+    for file in files:
+        suffix = reading.data_suffix(file)
         if suffix not in reading.READABLE or _name_reader(_FORMATS[suffix]) != reader:
-            raise _build_unseen(f"launch does not read {name} as `{reader}` does")
-    return list(files)
+            raise _build_unseen(f"launch does not read {file} as `{reader}` does")
 
 
 def _find_named_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -267,7 +283,9 @@ def _find_named_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
         if "://" in pattern or "::" in pattern:
             raise _build_unseen(f"{pattern} is not a file of this machine")
         whole = os.path.join(folder, pattern)
-        paths = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(whole) else [whole]
+        paths = [whole]
+        if glob.has_magic(whole):
+            paths = sorted(glob.glob(whole, recursive=True))
         files = [Path(path) for path in paths if os.path.isfile(path)]
         files = [file for file in files if file.name not in _IGNORED]
         if not files:
@@ -283,7 +301,9 @@ def _find_splits(folder: Path, config: str | None) -> dict[str, list[str]]:
     if "dataset_infos.json" in os.listdir(folder):
         raise _build_unseen("dataset_infos.json decides how it is read")
     splits = _read_splits_of_card(names, _read_card(folder), config)
-    return _split_by_name(names) if splits is None else splits
+    if splits is None:
+        return _split_by_name(names)
+    return splits
 
 
 def _find_files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
@@ -398,7 +418,9 @@ def _choose_config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any
     if len(described) == 1:
         return described[0]
     fault = f"has the configurations {', '.join(names)}, and none of them is the default"
-    remedy = f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md"
+    remedy = "correct its README.md"
+    if names:
+        remedy = f"name one: `dataset_config: {names[0]}`"
     raise _build_refusal(fault, remedy)
 
 
@@ -431,10 +453,17 @@ def _as_strings(paths: Any) -> list[str]:
 def _matches(file: str, pattern: str) -> bool:
     """Whether a pattern of the hub names a file: `**` is folders, a star stops at a slash."""
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    *folders, last = parts or [""]
     regex = ""
-    for part in parts[:-1]:
-        regex += "(?:[^/]+/)*" if part == "**" else _translate_part(part) + "/"
-    regex += ".+" if parts[-1:] == ["**"] else _translate_part("".join(parts[-1:]))
+    for folder in folders:
+        if folder == "**":
+            regex += "(?:[^/]+/)*"
+        else:
+            regex += _translate_part(folder) + "/"
+    if last == "**":
+        regex += ".+"
+    else:
+        regex += _translate_part(last)
     try:
         return re.fullmatch(regex, file) is not None
     except re.error:
@@ -448,8 +477,10 @@ def _translate_part(part: str) -> str:
             regex += "[^/]*"
         elif piece == "?":
             regex += "[^/]"
+        elif piece.startswith("[!") and piece.endswith("]"):
+            regex += "[^" + piece[2:]
         elif piece.startswith("[") and piece.endswith("]"):
-            regex += "[" + piece[1:].replace("!", "^", 1) if piece[1:2] == "!" else piece
+            regex += piece
         else:
             regex += re.escape(piece)
     return regex
@@ -503,7 +534,9 @@ def _find_common_format(files: Iterable[str]) -> str | None:
 
     def rank(entry: tuple[bool, str]) -> tuple[bool, int, int, str]:
         is_data, suffix = entry
-        preference = _PREFERRED.index(suffix) if suffix in _PREFERRED else -1
+        preference = -1
+        if suffix in _PREFERRED:
+            preference = _PREFERRED.index(suffix)
         return is_data, counts[entry], preference, suffix
 
     for _, suffix in sorted(counts, key=rank, reverse=True):
@@ -523,7 +556,8 @@ def _select_files_of_format(files: Iterable[str], kind: str | None) -> list[str]
     read: list[str] = []
     for file in files:
         suffixes = _split_suffixes(file)
-        if reader in [_name_reader(_FORMATS.get(suffix, "")) for suffix in suffixes]:
+        readers = [_name_reader(_FORMATS.get(suffix, "")) for suffix in suffixes]
+        if reader in readers:
             read.append(file)
         elif ".zip" in suffixes:
             raise _build_unseen(f"launch does not look into {file}")
@@ -534,4 +568,6 @@ def _select_files_of_format(files: Iterable[str], kind: str | None) -> list[str]
 
 
 def _name_reader(kind: str) -> str:
-    return "csv" if kind == "tsv" else kind
+    if kind == "tsv":
+        return "csv"
+    return kind

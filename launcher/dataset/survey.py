@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher import files
 from launcher.artifacts.fingerprint import cache_home
@@ -45,12 +45,8 @@ _KINDS: Mapping[type, str] = {
     list: "list",
     dict: "object",
 }
-ASSISTANTS = (
-    "assistant",
-    "gpt",
-    "model",
-    "bot",
-)  # roles of answers, in templates and in ShareGPT's rows
+# roles of answers, in templates and in ShareGPT's rows
+ASSISTANTS = ("assistant", "gpt", "model", "bot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +138,15 @@ class Survey:
     def count(self, column: str, name: str) -> int:
         """In how many rows a column has a fact."""
         tally = self.facts.get((column, name))
-        return 0 if tally is None else tally.count
+        if tally is None:
+            return 0
+        return tally.count
 
     def count_kind(self, column: str, kind: str) -> int:
         tally = self.kinds.get((column, kind))
-        return 0 if tally is None else tally.count
+        if tally is None:
+            return 0
+        return tally.count
 
     def named(self, column: str, prefix: str) -> dict[str, Occurrence]:
         """The facts of a column that begin with `prefix`, such as `role:`, without it."""
@@ -164,31 +164,40 @@ def look(paths: Sequence[Path], rows: range | None = None) -> Survey:
     With `rows` only at these, counted over all files; rows that cannot be read are found in front
     of their end.
     """
-    bounds = None if rows is None else (rows.start, rows.stop)
+    bounds = None
+    if rows is not None:
+        bounds = (rows.start, rows.stop)
     return _look(tuple(_read_state(path) for path in paths), bounds)
 
 
-State = tuple[str, int, int, int, int]
+class SurveyedFile(NamedTuple):
+    """A file as it was when it was looked at; zeros for one that is not there."""
+
+    path: str
+    inode: int = 0
+    size: int = 0
+    written: int = 0
+    changed: int = 0
 
 
-def _read_state(path: Path) -> State:
-    """The path, inode, size and times of a file; zeros for one that is not there."""
+def _read_state(path: Path) -> SurveyedFile:
     try:
         status = path.stat()
     except (OSError, ValueError):
-        return str(path), 0, 0, 0, 0
-    return str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return SurveyedFile(str(path))
+    return SurveyedFile(
+        path=str(path),
+        inode=status.st_ino,
+        size=status.st_size,
+        written=status.st_mtime_ns,
+        changed=status.st_ctime_ns,
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _look(states: tuple[State, ...], bounds: tuple[int, int] | None) -> Survey:
-    names = [state[0] for state in states]
-    absolute = [
-        (os.path.abspath(name), *state[1:]) for name, state in zip(names, states, strict=True)
-    ]
-    content = json.dumps([_VERSION, absolute, *(bounds or ())])
-    digest = hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
-    memory = cache_home() / "surveys" / f"{digest}.json"
+def _look(states: tuple[SurveyedFile, ...], bounds: tuple[int, int] | None) -> Survey:
+    names = [state.path for state in states]
+    memory = _find_memory(states, bounds)
     remembered = _from_json(files.read_json(memory), names)
     if remembered is not None:
         return remembered
@@ -196,12 +205,28 @@ def _look(states: tuple[State, ...], bounds: tuple[int, int] | None) -> Survey:
     for name in names:
         surveyor.read(Path(name))
     survey = surveyor.survey()
-    newest = max((max(state[3:]) for state in states), default=0)
+    newest = max((max(state.written, state.changed) for state in states), default=0)
     if time.time() - newest / 1e9 > _SETTLED_S and not survey.lacks_pyarrow:
         with contextlib.suppress(OSError, ValueError):
             memory.parent.mkdir(parents=True, exist_ok=True)
             files.write_json(memory, _as_json(survey, names))
     return survey
+
+
+def _find_memory(states: Sequence[SurveyedFile], bounds: tuple[int, int] | None) -> Path:
+    """Where the survey of files in these states is remembered."""
+    absolute = [state._replace(path=os.path.abspath(state.path)) for state in states]
+    content = json.dumps([_VERSION, absolute, *(bounds or ())])
+    digest = hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
+    return cache_home() / "surveys" / f"{digest}.json"
+
+
+@dataclass(slots=True)
+class _Tally:
+    """An `Occurrence` that is still counted."""
+
+    count: int
+    first: RowPlace
 
 
 class _Surveyor:
@@ -211,13 +236,13 @@ class _Surveyor:
         self._bounds = bounds
         self._before = 0
         self._rows = 0
-        self._counts: dict[tuple[str, Any], list[Any]] = {}
-        self._facts: dict[tuple[str, str], list[Any]] = {}
+        self._counts: dict[tuple[str, Any], _Tally] = {}
+        self._facts: dict[tuple[str, str], _Tally] = {}
         self._faults: list[Fault] = []
         self._fault_count = 0
         self._unread: list[str] = []
         self._lacks_pyarrow = False
-        self._dialogues: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        self._dialogues: dict[tuple[str, tuple[str, ...]], _Tally] = {}
         self._marked: dict[tuple[str, str], int] = {}
         self._hashes: set[int] = set()
         self._digest = 0
@@ -232,10 +257,11 @@ class _Surveyor:
                 self._number = number
                 self._index = index
                 if self._bounds is not None:
+                    start, stop = self._bounds
                     self._before += 1
-                    if self._before > self._bounds[1]:
+                    if self._before > stop:
                         return
-                    if self._before <= self._bounds[0]:
+                    if self._before <= start:
                         continue
                 if type(row) is dict:
                     self._see_row(row)
@@ -268,7 +294,7 @@ class _Surveyor:
             if seen is None:
                 self._count(counts, (name, kind), _MOST_FACTS)
             else:
-                seen[0] += 1
+                seen.count += 1
             if kind is str:
                 if name in _TRAINED:
                     self._digest = hash((self._digest, value))
@@ -290,13 +316,13 @@ class _Surveyor:
             self._see_tokens(row)
         self._compare_with_earlier()
 
-    def _count(self, table: dict[Any, list[Any]], key: object, most: int, count: int = 1) -> bool:
+    def _count(self, table: dict[Any, _Tally], key: object, most: int, count: int = 1) -> bool:
         """Count a key, and remember the row where it is new; False if the table has too many."""
         seen = table.get(key)
         if seen is not None:
-            seen[0] += count
+            seen.count += count
         elif len(table) < most:
-            table[key] = [count, self._file, self._number, self._index]
+            table[key] = _Tally(count, RowPlace(self._file, self._number, self._index))
         else:
             return False
         return True
@@ -336,7 +362,9 @@ class _Surveyor:
             self._mark("tools", "none")
         elif type(tools) is not list or type(tools[0]) is not dict:
             self._mark("tools", "no-list")
-        schemas = tools if type(tools) is list else [tools]
+        schemas = [tools]
+        if type(tools) is list:
+            schemas = tools
         if not all(type(schema) is dict for schema in schemas) and tools not in (None, ""):
             self._mark("tools", "no-schemas")
 
@@ -348,8 +376,8 @@ class _Surveyor:
         if type(tokens) is not list:
             return
         for name in ("labels", "completion_mask", "assistant_masks"):
-            beside = row.get(name)
-            if type(beside) is list and len(beside) != len(tokens):
+            marks = row.get(name)
+            if type(marks) is list and len(marks) != len(tokens):
                 self._mark(name, "other-length")
         labels = row.get("labels")
         if type(labels) is list and labels and all(label == -100 for label in labels):
@@ -359,18 +387,18 @@ class _Surveyor:
         if not messages:
             self._mark(name, "empty-list")
             return
-        if type(messages[0]) is not dict:
-            self._mark(name, f"items:{_KINDS.get(type(messages[0]), 'value')}")
+        first = type(messages[0])
+        if first is not dict:
+            self._mark(name, f"items:{_KINDS.get(first, 'value')}")
             return
-        dialogue = (name, tuple([self._see_message(name, message) for message in messages]))
+        roles = tuple([self._see_message(name, message) for message in messages])
         if self._marked.get((name, "null-content")) == self._rows and _lack_content(messages):
             self._mark(name, "no-content")
-        if not self._count(self._dialogues, dialogue, _MOST_DIALOGUES):
-            self._mark_dialogue(dialogue, 1)
+        if not self._count(self._dialogues, (name, roles), _MOST_DIALOGUES):
+            self._mark_dialogue(name, roles, 1)
 
-    def _mark_dialogue(self, dialogue: tuple[str, tuple[str, ...]], count: int) -> None:
+    def _mark_dialogue(self, name: str, roles: tuple[str, ...], count: int) -> None:
         """The facts that a sequence of roles shows, for `count` rows that have it."""
-        name, roles = dialogue
         for role in set(roles):
             self._mark(name, f"role:{role}", count)
         self._mark(name, f"starts-with:{roles[0]}", count)
@@ -413,7 +441,9 @@ class _Surveyor:
             self._mark_row(name, f"content:{_KINDS.get(kind, 'value')}")
         elif not calls:
             self._mark_row(name, "null-content")
-        return role if type(role) is str else "?"
+        if type(role) is str:
+            return role
+        return "?"
 
     def _see_empty(self, name: str, role: Any) -> None:
         if role in ASSISTANTS:
@@ -442,11 +472,11 @@ class _Surveyor:
         elif type(chosen) is str and chosen[:1] != rejected[:1]:
             # TRL takes what both have in common as the prompt (trl/data_utils.py::extract_prompt)
             self._mark("", "no-common-prompt")
-        elif type(chosen) is list and (
-            min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]
-        ):
+        elif type(chosen) is list:
             # a conversation of one message leaves nothing for the prompt
-            self._mark("", "no-common-prompt")
+            is_short = min(len(chosen), len(rejected)) < 2
+            if is_short or chosen[0] != rejected[0]:
+                self._mark("", "no-common-prompt")
 
     def _compare_with_earlier(self) -> None:
         """Whether an earlier row had the same text in its trained columns."""
@@ -458,18 +488,22 @@ class _Surveyor:
             self._hashes.add(self._digest)
 
     def survey(self) -> Survey:
-        for dialogue, seen in self._dialogues.items():
-            count, self._file, self._number, self._index = seen
-            self._mark_dialogue(dialogue, count)
+        for (name, roles), seen in self._dialogues.items():
+            self._file = seen.first.file
+            self._number = seen.first.number
+            self._index = seen.first.index
+            self._mark_dialogue(name, roles, seen.count)
         kinds = _merge_kinds(self._counts)
-        for column in {name for name, _ in kinds}:
-            present = sum(tally.count for (name, _), tally in kinds.items() if name == column)
-            if present < self._rows:
-                kinds[column, "absent"] = Occurrence(self._rows - present, RowPlace(self._file, 0))
+        present: dict[str, int] = {}
+        for (column, _), tally in kinds.items():
+            present[column] = present.get(column, 0) + tally.count
+        for column, rows in present.items():
+            if rows < self._rows:
+                kinds[column, "absent"] = Occurrence(self._rows - rows, RowPlace(self._file, 0))
         return Survey(
             rows=self._rows,
             kinds=kinds,
-            facts={key: _to_occurrence(seen) for key, seen in self._facts.items()},
+            facts={key: Occurrence(seen.count, seen.first) for key, seen in self._facts.items()},
             faults=tuple(self._faults),
             fault_count=self._fault_count,
             unread=tuple(self._unread),
@@ -497,77 +531,81 @@ def _are_written_alike(chosen: Any, rejected: Any) -> bool:
     for message, other in zip(chosen, rejected, strict=True):
         if type(message) is not dict or type(other) is not dict:
             return False
-        if any(message.get(key) != other.get(key) for key in _WRITTEN):
-            return False
+        for key in _WRITTEN:
+            if message.get(key) != other.get(key):
+                return False
     return bool(chosen)
 
 
-def _to_occurrence(seen: list[Any]) -> Occurrence:
-    count, file, number, index = seen
-    return Occurrence(count, RowPlace(file, number, index))
+Occurrences = dict[tuple[str, str], Occurrence]
+"""By column and kind, or by column and fact."""
 
 
-def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str, str], Occurrence]:
+def _merge_kinds(counts: Mapping[tuple[str, Any], _Tally]) -> Occurrences:
     """Python's types as kinds. In CSV a column with any text is all text, as pandas reads it."""
-    merged: dict[tuple[str, str], Occurrence] = {}
+    merged: Occurrences = {}
     texts = {name for name, kind in counts if kind is str}
     for (name, kind), seen in counts.items():
         word = _KINDS.get(kind, "value")
-        tally = _to_occurrence(seen)
-        suffix = reading.data_suffix(Path(tally.first.file))
+        suffix = reading.data_suffix(Path(seen.first.file))
         is_csv = suffix in reading.TEXT_FORMATS
         if is_csv and word != "null" and name in texts:
             word = "text"
         earlier = merged.get((name, word))
-        if earlier is not None:
-            tally = Occurrence(earlier.count + tally.count, earlier.first)
-        merged[name, word] = tally
+        if earlier is None:
+            merged[name, word] = Occurrence(seen.count, seen.first)
+        else:
+            merged[name, word] = Occurrence(earlier.count + seen.count, earlier.first)
     return merged
 
 
 def _as_json(survey: Survey, names: Sequence[str]) -> dict[str, Any]:
     """A survey without the names of files, which are the numbers of those that were asked for."""
-    number = {name: index for index, name in enumerate(names)}
-
-    def tallies(table: Mapping[tuple[str, str], Occurrence]) -> list[list[Any]]:
-        listed = []
-        for key, tally in table.items():
-            first = tally.first
-            listed.append([*key, tally.count, number.get(first.file, 0), first.number, first.index])
-        return listed
-
+    numbers = {name: index for index, name in enumerate(names)}
     return {
         "rows": survey.rows,
-        "kinds": tallies(survey.kinds),
-        "facts": tallies(survey.facts),
-        "faults": [{**asdict(fault), "file": number[fault.file]} for fault in survey.faults],
+        "kinds": _encode_occurrences(survey.kinds, numbers),
+        "facts": _encode_occurrences(survey.facts, numbers),
+        "faults": [{**asdict(fault), "file": numbers[fault.file]} for fault in survey.faults],
         "fault_count": survey.fault_count,
         "unread": list(survey.unread),
     }
 
 
+def _encode_occurrences(
+    table: Mapping[tuple[str, str], Occurrence], numbers: Mapping[str, int]
+) -> list[list[object]]:
+    encoded: list[list[object]] = []
+    for key, tally in table.items():
+        first = tally.first
+        file = numbers.get(first.file, 0)
+        encoded.append([*key, tally.count, file, first.number, first.index])
+    return encoded
+
+
+def _decode_occurrences(encoded: Any, names: Sequence[str]) -> Occurrences:
+    table = {}
+    for column, name, count, file, number, index in encoded:
+        place = RowPlace(names[file], int(number), int(index))
+        table[str(column), str(name)] = Occurrence(int(count), place)
+    return table
+
+
+def _decode_fault(encoded: Any, names: Sequence[str]) -> Fault:
+    number = encoded["number"]
+    if number is not None:
+        number = int(number)
+    return Fault(names[encoded["file"]], str(encoded["reason"]), number)
+
+
 def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | None:
     """A survey that was remembered; None where it is of another version, or damaged."""
-
-    def tallies(key: str) -> dict[tuple[str, str], Occurrence]:
-        table = {}
-        for column, name, count, file, number, index in content[key]:
-            place = RowPlace(names[file], int(number), int(index))
-            table[str(column), str(name)] = Occurrence(int(count), place)
-        return table
-
     try:
-        faults = []
-        for fault in content["faults"]:
-            number = fault["number"]
-            if number is not None:
-                number = int(number)
-            faults.append(Fault(names[fault["file"]], str(fault["reason"]), number))
         return Survey(
             rows=int(content["rows"]),
-            kinds=tallies("kinds"),
-            facts=tallies("facts"),
-            faults=tuple(faults),
+            kinds=_decode_occurrences(content["kinds"], names),
+            facts=_decode_occurrences(content["facts"], names),
+            faults=tuple(_decode_fault(fault, names) for fault in content["faults"]),
             fault_count=int(content["fault_count"]),
             unread=tuple(map(str, content["unread"])),
         )

@@ -104,10 +104,9 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
     """Record which data and models changed since the start, and delete caches made meanwhile."""
     # a record that cannot be written costs a point, not the verdict
     with contextlib.suppress(OSError):
-        changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
-        files.write_json(
-            folder.inputs(attempt.number), {"changed": attempt.redactor.redact(changed)}
-        )
+        contents = rundir.read_manifest(folder).contents
+        changed = attempt.redactor.redact(inputs.changed(contents, Path(attempt.cwd)))
+        files.write_json(folder.inputs(attempt.number), {"changed": changed})
     for cache in attempt.caches:
         with contextlib.suppress(Misfit):
             folders.discard_spoiled(keys.from_json(cache))
@@ -138,9 +137,8 @@ def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
         files.write_json(folder.verdict, judgement.verdict.as_json())
         rows = judge.merge_rows(judgement.attempts)
         files.write_text(folder.metrics, "".join(map(rundir.json_line, rows)))
-        files.write_text(
-            folder.report, page.render([series.run_from_judgement(folder.path, judgement)])
-        )
+        run = series.run_from_judgement(folder.path, judgement)
+        files.write_text(folder.report, page.render([run]))
     return judgement
 
 

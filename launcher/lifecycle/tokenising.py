@@ -43,13 +43,19 @@ from launcher.verdict.ending import find_ending
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
 _REPLACED: Mapping[str, bool | None] = {
     "cache_dataset_only": True,
-    **dict.fromkeys(
-        "push_to_hub try_launch_beaker_eval_jobs with_tracking send_slack_alerts".split(), False
-    ),
-    **dict.fromkeys("zero_stage use_liger_kernel use_qlora use_lora use_8bit_optimizer".split()),
-    **dict.fromkeys(
-        "dpo_use_paged_optimizer attn_implementation offload_param offload_optimizer".split()
-    ),
+    "push_to_hub": False,
+    "try_launch_beaker_eval_jobs": False,
+    "with_tracking": False,
+    "send_slack_alerts": False,
+    "zero_stage": None,
+    "use_liger_kernel": None,
+    "use_qlora": None,
+    "use_lora": None,
+    "use_8bit_optimizer": None,
+    "dpo_use_paged_optimizer": None,
+    "attn_implementation": None,
+    "offload_param": None,
+    "offload_optimizer": None,
 }
 
 Say = Callable[[str], None]
@@ -76,31 +82,37 @@ class Interrupted(LaunchError):
 class Tokenised:
     """The tokenised data of a run: where, and how long their rows are, where that is known.
 
-    `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes
-    them).
+    `state` is `there`, `filled`, `missed` (the run would not find them, and `missed` says why), or
+    `left` (the run makes them).
     """
 
     state: str
     place: Path | None = None
     seconds: float = 0.0
     lengths: Lengths | None = None
+    missed: tuple[Finding, ...] = ()
 
     @property
     def size(self) -> int:
         return 0 if self.place is None else sizes.size_below(self.place, links=True)
 
     def as_json(self) -> dict[str, Any]:
-        lengths_of_rows = self.lengths
-        return {
+        content: dict[str, Any] = {
             "state": self.state,
             "places": [] if self.place is None else [str(self.place)],
             "bytes": self.size,
             "seconds": round(self.seconds, 2),
-            "rows": None if lengths_of_rows is None else lengths_of_rows.rows,
-            "tokens": None if lengths_of_rows is None else lengths_of_rows.tokens,
-            "mean": None if lengths_of_rows is None else round(lengths_of_rows.mean, 2),
-            "longest": None if lengths_of_rows is None else lengths_of_rows.longest,
+            "rows": None,
+            "tokens": None,
+            "mean": None,
+            "longest": None,
         }
+        if self.lengths is not None:
+            content["rows"] = self.lengths.rows
+            content["tokens"] = self.lengths.tokens
+            content["mean"] = round(self.lengths.mean, 2)
+            content["longest"] = self.lengths.longest
+        return content
 
 
 class Filling:
@@ -109,36 +121,32 @@ class Filling:
     def __init__(
         self, planned: Plan, trainer: Trainer, request: Request, say: Say, caches: Sequence[Cache]
     ) -> None:
-        self.plan, self.trainer, self.request, self.say, self.caches = (
-            planned,
-            trainer,
-            request,
-            say,
-            caches,
-        )
+        self.plan = planned
+        self.trainer = trainer
+        self.request = request
+        self.say = say
+        self.caches = caches
         self.work: Path | None = None
 
-    def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
-        """Fill what is not there; returns the data and what the run would miss."""
+    def fill(self) -> Tokenised:
+        """Tokenise the data unless the run would find them."""
         if self.plan.stage.backend.DATA_CACHE != "own":
-            return Tokenised(state="left"), ()
+            return Tokenised(state="left")
         missed = tuple(self._check_possible())
         if missed:
-            return Tokenised(state="missed"), missed
+            return Tokenised(state="missed", missed=missed)
         cache = next(entry for entry in self.caches if entry.kind == "dataset")
         entry = self._find_entry(cache)
         if entry is not None:
-            return self._describe_entry(entry, "there", 0.0), ()
+            return self._describe_entry(entry, "there", 0.0)
         lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
         with locks.exclusive(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
             entry = self._find_entry(cache)
-            return (
-                self._tokenise(cache)
-                if entry is None
-                else (self._describe_entry(entry, "there", 0.0), ())
-            )
+            if entry is not None:
+                return self._describe_entry(entry, "there", 0.0)
+            return self._tokenise(cache)
 
     def _find_entry(self, cache: Cache) -> Path | None:
         """The set that the run would find; None if there is none, or if a part of it is missing."""
@@ -147,7 +155,9 @@ class Filling:
         if entry is None or phase is None:
             return entry
         place = phase.place(entry, self.plan.values)
-        return entry if phase.is_complete(place) else None
+        if phase.is_complete(place):
+            return entry
+        return None
 
     def _check_possible(self) -> Iterator[Finding]:
         values = self.plan.values
@@ -165,14 +175,10 @@ class Filling:
             if value in (None, False, "local"):
                 continue
             message = f"`{name}: {spelt(value)}`: {why}"
-            yield self._report_miss(name, message, f"leave {name} out")
-
-    def _report_miss(self, key: str | None, message: str, help: str) -> Finding:
-        """That the run would not find what was, or could be, made."""
-        place = self.plan.stage.config.origin(f"args.{key}").place
-        return launch_finding(
-            "error", "would-miss", message, help, key=key and f"args.{key}", **place
-        )
+            help = f"leave {name} out"
+            key = f"args.{name}"
+            place = self.plan.stage.config.origin(key).place
+            yield launch_finding("error", "would-miss", message, help, key=key, **place)
 
     def _describe_entry(self, entry: Path, state: str, seconds: float) -> Tokenised:
         row_lengths: Lengths | None = None
@@ -181,7 +187,7 @@ class Filling:
             row_lengths = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
         return Tokenised(state=state, place=entry, seconds=seconds, lengths=row_lengths)
 
-    def _tokenise(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
+    def _tokenise(self, cache: Cache) -> Tokenised:
         began = time.monotonic()
         redactor = self.plan.redactor
         name = redactor.redact(self.plan.stage.name)
@@ -189,8 +195,8 @@ class Filling:
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with folders.lock((cache,), folder, 1, redactor=redactor) as locks:
-            made = self._build_command(cache, folder)
-            ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
+            tokenise = self._build_command(cache, folder)
+            ended = runner.run(tokenise, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
             raise Interrupted(())
         if ended.returncode:
@@ -198,15 +204,17 @@ class Filling:
         spoiled = folders.discard_spoiled(cache) is not None
         entry = self._find_entry(cache)
         if entry is not None and not spoiled:
-            return self._describe_entry(entry, "filled", time.monotonic() - began), ()
+            return self._describe_entry(entry, "filled", time.monotonic() - began)
         why = "the data, the tokenizer or the model were written to while they were read"
         if not spoiled:
-            sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            sets = folders.list_entries(cache.path, "dataset")
             if not sets:
                 raise self._report_failure(folder, "upstream saved no set of tokenised data")
             why = f"the run would not find what was tokenised into {cache.path}: "
             why += "upstream made it with other values"
-        return Tokenised(state="missed"), (self._report_miss(None, why, "run this again"),)
+        place = self.plan.stage.config.origin("args").place
+        missed = launch_finding("error", "would-miss", why, "run this again", **place)
+        return Tokenised(state="missed", missed=(missed,))
 
     def _build_command(self, cache: Cache, folder: RunFolder) -> Command:
         """Upstream's script in one process on the CPU, as far as its data are ready."""
@@ -232,12 +240,10 @@ class Filling:
         return Command(argv=tuple(argv), env=env, cwd=built.cwd)
 
     def _report_failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
-        message = (
-            f"upstream's script failed before the data were ready: {self.plan.redactor.redact(why)}"
-        )
-        failed = launch_finding(
-            "error", "tokenising-failed", message, "read the log", file=str(folder.console(1))
-        )
+        message = "upstream's script failed before the data were ready: "
+        message += self.plan.redactor.redact(why)
+        log = str(folder.console(1))
+        failed = launch_finding("error", "tokenising-failed", message, "read the log", file=log)
         return TokenisingFailed(replace(failed, layer="run"))
 
 
@@ -264,18 +270,17 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     Interrupted.
     """
     plan = prepared.plan
-    if (
-        plan.stage.entry.tokenising is None
-        or plans.caches_only(plan.stage, plan.values) is not None
-    ):
+    if plan.stage.entry.tokenising is None:
+        return prepared
+    if plans.caches_only(plan.stage, plan.values) is not None:
         return prepared
     caches = prepared.start.caches
     filling = Filling(plan, prepared.facts.trainer, prepared.facts.request, say, caches)
-    tokenised, missed = filling.done()
-    if missed:
-        raise NotReady(missed)
-    hit = tokenised.state == "there"
-    answer = {"state": "hit" if hit else "miss", "path": str(tokenised.place)}
+    tokenised = filling.fill()
+    if tokenised.missed:
+        raise NotReady(tokenised.missed)
+    state = "hit" if tokenised.state == "there" else "miss"
+    answer = {"state": state, "path": str(tokenised.place)}
     env = {**prepared.command.env, TOKENISED: json.dumps(answer)}
     prepared = replace(prepared, command=replace(prepared.command, env=env))
     return _count_steps(prepared, tokenised, say)
@@ -306,16 +311,11 @@ def _count_steps(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared
     steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
     if steps is not None and steps < 1:
         # with `max_train_steps` OLMo-core would begin epochs without a step for ever
-        message = (
-            f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
-        )
-        message += f"{plan.global_batch:,}, there is nothing to train on"
+        message = f"{rows.samples:,} samples are packed into {rows.rows:,} rows: "
+        message += f"less than one step of {plan.global_batch:,}, there is nothing to train on"
         help = "a smaller batch, fewer GPUs, or more data"
-        raise NotReady(
-            plan.stage.config.placed(
-                launch_finding("error", "too-few-rows", message, help, key=data)
-            )
-        )
+        finding = launch_finding("error", "too-few-rows", message, help, key=data)
+        raise NotReady(plan.stage.config.placed(finding))
     if plans.step_limit(plan.stage, plan.values) is not None:
         return prepared
     say(
@@ -329,6 +329,5 @@ def _cut_samples(plan: Plan, rows: PackedRows, key: str) -> Finding:
     message = f"OLMo-core splits {rows.samples:,} samples into {rows.documents:,} documents, "
     message += "one for each end-of-text token: an answer does not see the question before it"
     help = "use a chat template that writes the end-of-text token after the last turn only"
-    return plan.stage.config.placed(
-        launch_finding("warning", "cut-samples", message, help, key=key)
-    )
+    finding = launch_finding("warning", "cut-samples", message, help, key=key)
+    return plan.stage.config.placed(finding)

@@ -48,12 +48,9 @@ def find_citations(root: Path) -> list[Citing]:
         name = path.relative_to(root).as_posix()
         if _EVIDENCE in path.parts or name in _ABOUT_CITATIONS:
             continue
-        text = path.read_text(encoding="utf-8")
-        if "::" not in text:
-            continue
-        pieces = _list_strings(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
-        for line, piece in pieces:
-            cited.update(Citing(name, line, citation) for citation in citations.citations(piece))
+        for line, text in _list_texts(path):
+            for citation in citations.citations(text):
+                cited.add(Citing(name, line, citation))
     return sorted(cited)
 
 
@@ -70,11 +67,22 @@ _ABOUT_CITATIONS = frozenset(
 )
 
 
+def _list_texts(path: Path) -> Iterable[tuple[int, str]]:
+    """The texts of a file that may cite something, each with its line."""
+    text = path.read_text(encoding="utf-8")
+    if "::" not in text:
+        return ()
+    if path.suffix == ".py":
+        return _list_strings(text)
+    return enumerate(text.splitlines(), 1)
+
+
 def _list_strings(text: str) -> Iterator[tuple[int, str]]:
     """The strings of a module, their parts joined, and its comments, with their lines."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from enumerate(node.value.split("\n"), node.lineno)
+        match node:
+            case ast.Constant(value=str() as string, lineno=line):
+                yield from enumerate(string.split("\n"), line)
     source = io.StringIO(text)
     for token in tokenize.generate_tokens(source.readline):
         if token.type == tokenize.COMMENT:
@@ -83,9 +91,8 @@ def _list_strings(text: str) -> Iterator[tuple[int, str]]:
 
 def in_package(cited: Sequence[Citing], package: str) -> list[str]:
     """The citations of one package, each once, sorted."""
-    return sorted(
-        {citing.citation for citing in cited if citing.citation.startswith(f"{package}/")}
-    )
+    names = {citing.citation for citing in cited}
+    return sorted(name for name in names if name.startswith(f"{package}/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +106,9 @@ class Tables:
         """The tables as JSON, one citation a line."""
         parts = []
         for release, table in sorted(self.committed.tables.items()):
-            rows = [
-                f"  {json.dumps(name)}: {json.dumps(list(place))}"
-                for name, place in sorted(table.items())
-            ]
+            rows = []
+            for name, place in sorted(table.items()):
+                rows.append(f"  {json.dumps(name)}: {json.dumps(list(place))}")
             parts.append(f" {json.dumps(release)}: {{\n" + ",\n".join(rows) + "\n }")
         pin = json.dumps(self.committed.pin)
         later = json.dumps(list(self.committed.later))
@@ -113,8 +119,9 @@ class Tables:
 def commits_of_rules() -> tuple[str, ...]:
     """The commits that have a table: the baseline, those that `reviewed` names, the known ones."""
     backend = BACKENDS[PACKAGE]
-    names = {name for rule in rules_of(PACKAGE) for name in citations.reviews_of(rule)}
-    names |= {release.version for release in backend.KNOWN}
+    names = {release.version for release in backend.KNOWN}
+    for rule in rules_of(PACKAGE):
+        names.update(citations.reviews_of(rule))
     return (backend.BASELINE, *sorted(names - {backend.BASELINE}))
 
 
@@ -128,12 +135,13 @@ def rules_of(backend: str) -> list[Callable[..., object]]:
 
 def later_than(pin: str, commits: Iterable[str], repository: Repository) -> tuple[str, ...]:
     """Those of some commits that come after the pin."""
-    others = sorted(commit for commit in commits if commit != pin)
-    return tuple(
-        commit
-        for commit in others
-        if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None
-    )
+    later: list[str] = []
+    for commit in sorted(commits):
+        if commit == pin:
+            continue
+        if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None:
+            later.append(commit)
+    return tuple(later)
 
 
 def take_tables(
@@ -172,7 +180,8 @@ def take_tables(
 
 
 def _list_other_packages(cited: Iterable[Citing]) -> list[str]:
-    return sorted({citing.citation.partition("/")[0] for citing in cited} - {PACKAGE})
+    packages = {citing.citation.partition("/")[0] for citing in cited}
+    return sorted(packages - {PACKAGE})
 
 
 def _find_release(package: str, releases: Iterable[str]) -> str | None:
@@ -202,14 +211,15 @@ def stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Ci
 
     What a rule cites may be gone where somebody has confirmed the rule at the pin.
     """
-    excused: set[str] = set()
+    accounted: set[str] = set()
     for rule in rules_of(PACKAGE):
         if any(pin.startswith(name) for name in citations.reviews_of(rule)):
-            excused.update(citations.of_rule(rule))
+            accounted.update(citations.of_rule(rule))
+    for table in tables:
+        accounted.update(table)
     gone = []
     for citing in cited:
         citation = citing.citation
-        is_excused = citation in excused or any(citation in table for table in tables)
-        if citation.startswith(f"{PACKAGE}/") and not is_excused:
+        if citation.startswith(f"{PACKAGE}/") and citation not in accounted:
             gone.append(citing)
     return gone

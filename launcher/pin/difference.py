@@ -67,8 +67,12 @@ class Revision:
     @property
     def title(self) -> str:
         about = ", ".join(part for part in (self.date, self.subject) if part)
-        named = f"{self.commit[:12]} ({about})" if about else self.commit[:12]
-        return f"{named}, the pin" if self.commit == pin.PIN else named
+        title = self.commit[:12]
+        if about:
+            title += f" ({about})"
+        if self.commit == pin.PIN:
+            title += ", the pin"
+        return title
 
     def past(self, script: str) -> _Past:
         return functools.partial(
@@ -308,9 +312,9 @@ def _compare_stage(stage: str, old: Revision, new: Revision) -> StageDifference:
         return difference
     first = old.schemas[stage]
     second = new.schemas[stage]
-    changes = _ArgumentPairs(
-        first, second, old.past(entry.script), new.past(entry.script)
-    ).compare()
+    past_of_old = old.past(entry.script)
+    past_of_new = new.past(entry.script)
+    changes = _ArgumentPairs(first, second, past_of_old, past_of_new).compare()
     old_functions = functions.on_path(old.locator.find(BACKEND.NAME), entry, first)
     new_functions = functions.on_path(new.locator.find(BACKEND.NAME), entry, second)
     return replace(
@@ -458,11 +462,20 @@ def _judge_both(
     difference = ConfigDifference(path=config.path, stage=None)
     if backend_of(config) != BACKEND.NAME:
         return replace(difference, reason="for another backend than open-instruct")
-    sides = [_judge_config(config, revision, stage) for revision in (old, new)]
-    judged = [side for side in sides if isinstance(side, Judged)]
-    reasons = [side for side in sides if isinstance(side, str)]
-    valid = [None if isinstance(side, str) else not errors(side.findings) for side in sides]
-    difference = replace(difference, stage=judged[0].stage if judged else None, valid=tuple(valid))
+    judged: list[Judged] = []
+    reasons: list[str] = []
+    valid: list[bool | None] = []
+    for revision in (old, new):
+        side = _judge_config(config, revision, stage)
+        if isinstance(side, str):
+            reasons.append(side)
+            valid.append(None)
+        else:
+            judged.append(side)
+            valid.append(not errors(side.findings))
+    if judged:
+        difference = replace(difference, stage=judged[0].stage)
+    difference = replace(difference, valid=tuple(valid))
     if reasons:
         return replace(difference, reason="; ".join(reasons))
     first, second = judged
@@ -490,7 +503,11 @@ def _judge_config(config: Config, side: Revision, stage: str | None) -> Judged |
 def _subtract_findings(judged: Judged, other: Judged) -> tuple[Finding, ...]:
     """Findings that the other side does not have; the same code about the same key is the same."""
     others = {_identify_finding(finding) for finding in other.findings}
-    return tuple(finding for finding in judged.findings if _identify_finding(finding) not in others)
+    left: list[Finding] = []
+    for finding in judged.findings:
+        if _identify_finding(finding) not in others:
+            left.append(finding)
+    return tuple(left)
 
 
 def _identify_finding(finding: Finding) -> tuple[str | None, ...]:
@@ -504,10 +521,11 @@ def _identify_finding(finding: Finding) -> tuple[str | None, ...]:
 def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
     """Whether a file leaves an argument to a default that changes, and something reads it."""
     assert old.schema and new.schema and old.values is not None and new.values is not None
+    if change.what != "default":
+        return False
     to = change.to or change.name
     args = new.config.args
-    is_set = args.get(change.name) is not None or args.get(to) is not None
-    if is_set or change.what != "default":
+    if args.get(change.name) is not None or args.get(to) is not None:
         return False
     entry = entry_of(new.schema)
     derived = {*entry.derived, entry.names.output, "do_not_randomize_output_dir"}
@@ -606,10 +624,12 @@ def _render_result(difference: CommitDifference) -> str:
         return f"worse for {len(worse)} of {len(configs)} file(s): {', '.join(worse)}"
     if difference.worse:
         return "worse: a stage that could be read at the old commit cannot be read at the new one"
-    judged = f"no new error in {len(configs)} file(s)" if configs else "every stage can be read"
-    symbols = {
-        function.symbol for stage in difference.stages.values() for function in stage.functions
-    }
+    judged = "every stage can be read"
+    if configs:
+        judged = f"no new error in {len(configs)} file(s)"
+    symbols: set[str] = set()
+    for stage in difference.stages.values():
+        symbols.update(function.symbol for function in stage.functions)
     if not symbols:
         return f"{judged}, and every function on the path is the same"
     does = "does" if len(symbols) == 1 else "do"

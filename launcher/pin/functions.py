@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream import behaviour
@@ -45,6 +46,9 @@ class BehaviourDifference:
     new: bool | None
 
 
+_Difference = TypeVar("_Difference", FunctionDifference, BehaviourDifference)
+
+
 def on_path(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reached]:
     """The functions that an entry script reaches in a source; nothing if it cannot be followed."""
     sources = Sources(source.packages)
@@ -85,9 +89,10 @@ def _compare_function(what: str, old: Reached | None, new: Reached | None) -> Fu
     after = None if new is None else new.text
     lines: tuple[str, ...] = ()
     if before is not None and after is not None:
-        compared = difflib.unified_diff(
-            before.splitlines(), after.splitlines(), n=_CONTEXT_LINES, lineterm=""
-        )
+        first = before.splitlines()
+        second = after.splitlines()
+        compared = difflib.unified_diff(first, second, n=_CONTEXT_LINES, lineterm="")
+        # without the names of files
         lines = tuple(compared)[2:]
     return FunctionDifference(
         symbol=function.symbol,
@@ -110,15 +115,13 @@ def _render_place(function: Reached | None) -> str | None:
 def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
     """The behaviours of `behaviour.BEHAVIOURS` in which two commits differ for one entry script."""
     differences = []
-    for known_behaviour in behaviour.of_script(new.key):
-        first = old.does(known_behaviour.name)
-        second = new.does(known_behaviour.name)
+    for described in behaviour.of_script(new.key):
+        name = described.name
+        first = old.does(name)
+        second = new.does(name)
         if first is not second:
-            differences.append(
-                BehaviourDifference(
-                    name=known_behaviour.name, says=known_behaviour.says, old=first, new=second
-                )
-            )
+            difference = BehaviourDifference(name=name, says=described.says, old=first, new=second)
+            differences.append(difference)
     return tuple(differences)
 
 
@@ -126,10 +129,7 @@ def lines(
     by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool
 ) -> Iterator[str]:
     """The section for people: each function once, with the stages that reach it."""
-    stages: dict[FunctionDifference, list[str]] = {}
-    for stage, differences in by_stage.items():
-        for difference in differences:
-            stages.setdefault(difference, []).append(stage)
+    stages = _list_stages(by_stage)
     if not stages:
         yield "functions on the path that changed: none"
         return
@@ -148,6 +148,15 @@ def lines(
         yield "  (--all shows what changed in each)"
 
 
+def _list_stages(by_stage: Mapping[str, tuple[_Difference, ...]]) -> dict[_Difference, list[str]]:
+    """Each difference once, with the stages that it is about."""
+    stages: dict[_Difference, list[str]] = {}
+    for stage, differences in by_stage.items():
+        for difference in differences:
+            stages.setdefault(difference, []).append(stage)
+    return stages
+
+
 def _render_diff(difference: FunctionDifference) -> Iterator[str]:
     for line in difference.diff[:_SHOWN_LINES]:
         yield f"      {line}".rstrip()
@@ -158,10 +167,7 @@ def _render_diff(difference: FunctionDifference) -> Iterator[str]:
 
 def behaviour_lines(by_stage: Mapping[str, tuple[BehaviourDifference, ...]]) -> Iterator[str]:
     """What launch knows of the change: each behaviour once, with the stages that it is about."""
-    stages: dict[BehaviourDifference, list[str]] = {}
-    for stage, differences in by_stage.items():
-        for difference in differences:
-            stages.setdefault(difference, []).append(stage)
+    stages = _list_stages(by_stage)
     if not stages:
         return
     yield "what upstream does otherwise, as far as launch's rules know of it:"

@@ -164,12 +164,16 @@ class Status:
 
     def lines(self) -> list[str]:
         lines = [f"pin   {PIN}"]
-        lines += [f"known {commit}" for commit in KNOWN if commit != PIN]
+        for commit in KNOWN:
+            if commit != PIN:
+                lines.append(f"known {commit}")
         for place in self.places:
             lines += place.lines()
         if self.used is None:
             lines.append("used  none of these: what needs no checkout uses the committed snapshot")
-        return lines + [f"next: {command}" for command in self.next]
+        for command in self.next:
+            lines.append(f"next: {command}")
+        return lines
 
 
 def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
@@ -292,7 +296,8 @@ def find_commits(
             help = "launch pin diff pin origin/main"
             raise usage("unknown-commit", "two commits are compared", help)
     repository = _find_repository(checkout, environ)
-    old, new = (_resolve_commit(repository, name) for name in names)
+    old = _resolve_commit(repository, names[0])
+    new = _resolve_commit(repository, names[1])
     return Commits(repository, old, new, names)
 
 
@@ -313,8 +318,11 @@ def _is_own(repository: Repository) -> bool:
     """Whether a folder is a repository: an empty one inside another would answer for that one."""
     if not exists(repository.root):
         return False
-    folders = [repository.top(), repository.ask("rev-parse", "--absolute-git-dir")]
-    return canonical(repository.root) in {canonical(Path(folder)) for folder in folders if folder}
+    own = canonical(repository.root)
+    for folder in (repository.top(), repository.ask("rev-parse", "--absolute-git-dir")):
+        if folder and canonical(Path(folder)) == own:
+            return True
+    return False
 
 
 def _resolve_commit(repository: Repository, name: str) -> str:

@@ -61,8 +61,9 @@ def _take_facts(backend: str, packages: Mapping[str, Tree], version: str) -> dic
     data = facts.read_facts(module, {**packages, **foreign}, {}, stages)
     del data["absent"]
     for label, digest in data["files"].items():
+        package = label.partition("/")[0]
         # the files of other packages are not among the digests
-        if label.partition("/")[0] in module.PACKAGES:
+        if package in module.PACKAGES:
             digests.setdefault(label, digest)
     return {
         "schema_version": VERSION,
@@ -107,23 +108,29 @@ def write_templates(table: Mapping[str, str]) -> None:
 
 def written(data: Mapping[str, object]) -> str:
     """The JSON, one fact a line: differences between two snapshots can be read."""
-    lines = []
+    parts = {}
     for key, value in data.items():
         if isinstance(value, dict):
-            below = [f"  {json.dumps(k)}: {_render_value(v)}" for k, v in value.items()]
-            lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(below) + "\n }")
+            below = {name: _render_value(inner) for name, inner in value.items()}
+            parts[key] = _render_object(below, " ")
         else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
-    return "{\n" + ",\n".join(lines) + "\n}"
+            parts[key] = json.dumps(value, ensure_ascii=False)
+    return _render_object(parts, "")
 
 
 def _render_value(value: object) -> str:
     if isinstance(value, dict) and any(isinstance(v, dict | list) for v in value.values()):
-        rows = [f"   {json.dumps(name)}: {_render_value(inner)}" for name, inner in value.items()]
-        return "{\n" + ",\n".join(rows) + "\n  }"
+        below = {name: _render_value(inner) for name, inner in value.items()}
+        return _render_object(below, "  ")
     if not isinstance(value, list) or not value or isinstance(value[0], list):
         return json.dumps(value, ensure_ascii=False)
     if len(value) <= 4:
         return json.dumps(value)
     rows = [f"   {json.dumps(entry, ensure_ascii=False)}" for entry in value]
     return "[\n" + ",\n".join(rows) + "\n  ]"
+
+
+def _render_object(texts: Mapping[str, str], indent: str) -> str:
+    """A JSON object of values that are JSON already; `indent` is that of its last line."""
+    rows = [f"{indent} {json.dumps(key)}: {text}" for key, text in texts.items()]
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"

@@ -53,18 +53,20 @@ def _compute_peak(
         values.update(change.values)
     try:
         changed = _change_footprint(footprint, values)
-        return math.inf if changed is None else peak_of(changed)
+        if changed is not None:
+            return peak_of(changed)
     except InvalidConfig:
-        return math.inf
+        pass
+    return math.inf
 
 
 def _change_footprint(footprint: Footprint, changes: dict[str, Any]) -> Footprint | None:
     plan = footprint.plan
     stage = plan.stage
-    split = {
-        name: changes.pop(name, getattr(plan, name)) for name in ("per_device", "gpus", "nodes")
-    }
-    accumulation, rest = divmod(plan.global_batch, math.prod(split.values()))
+    per_device = changes.pop("per_device", plan.per_device)
+    gpus = changes.pop("gpus", plan.gpus)
+    nodes = changes.pop("nodes", plan.nodes)
+    accumulation, rest = divmod(plan.global_batch, per_device * gpus * nodes)
     if rest or not accumulation:
         return None
     deepspeed = changes.pop("deepspeed", None)
@@ -72,10 +74,19 @@ def _change_footprint(footprint: Footprint, changes: dict[str, Any]) -> Footprin
         file = deepspeed_file(deepspeed)
         options = replace(stage.options, deepspeed=file, deepspeed_name=deepspeed)
         stage = replace(stage, options=options)
-    values = Values(stage.schema, {**arguments(stage, plan.derived), **changes})
-    plan = replace(plan, stage=stage, values=values, accumulation=accumulation, **split)
-    changed = replace(footprint, plan=plan)
-    return None if _loses_weights(changed) else changed
+    changed_plan = replace(
+        plan,
+        stage=stage,
+        values=Values(stage.schema, {**arguments(stage, plan.derived), **changes}),
+        per_device=per_device,
+        gpus=gpus,
+        nodes=nodes,
+        accumulation=accumulation,
+    )
+    changed = replace(footprint, plan=changed_plan)
+    if _loses_weights(changed):
+        return None
+    return changed
 
 
 def _loses_weights(footprint: Footprint) -> bool:
@@ -116,7 +127,9 @@ def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str
     values = plan.values
     if not entry.packs(values, plan.per_device) or entry.packs(values, per_device):
         return {}, ""
-    name = "packing" if values.get("packing") else "padding_free"
+    name = "padding_free"
+    if values.get("packing"):
+        name = "packing"
     words = f" with `{name}: false`"
     if plan.stage.options.expect.get("packing") in ("isolated", "on"):
         words += " and `expect: {packing: off}`"
@@ -134,7 +147,9 @@ def _suggest_recomputing(footprint: Footprint) -> Iterator[Alternative]:
         return
     if needed is not None:
         is_set = values.get(needed)
-        also = "" if is_set else f" with `{needed}: true`"
+        also = ""
+        if not is_set:
+            also = f" with `{needed}: true`"
         for share in (0.5, 0.1):
             if not is_set or share < float(now or 0):
                 yield Alternative(f"`{budget}: {share}`{also}", {budget: share, needed: True})
@@ -159,16 +174,20 @@ def _suggest_zero_stages(footprint: Footprint) -> Iterator[Alternative]:
     zero = footprint.zero
     if footprint.entry.sharding != "deepspeed" or (zero is not None and zero.offload_params):
         return
-    stage = 0 if zero is None else zero.stage
-    names: list[str] = []
+    stage = 0
+    if zero is not None:
+        stage = zero.stage
     # with LoRA, ZeRO-2 crashes on models with biases: what comes after it takes less anyhow
     if stage < 2 and not footprint.adapters:
         is_wide = footprint.plan.stage.options.deepspeed_name.endswith("_fp32_comm")
-        names.append("zero2_fp32_comm" if is_wide else "zero2")
+        yield _use_deepspeed("zero2_fp32_comm" if is_wide else "zero2")
     if stage < 3:
-        names.append("zero3")
-    for name in (*names, "zero3_offload"):
-        yield Alternative(f"`deepspeed: {name}`", {"deepspeed": name})
+        yield _use_deepspeed("zero3")
+    yield _use_deepspeed("zero3_offload")
+
+
+def _use_deepspeed(name: str) -> Alternative:
+    return Alternative(f"`deepspeed: {name}`", {"deepspeed": name})
 
 
 def _suggest_more_gpus(footprint: Footprint) -> Iterator[Alternative]:

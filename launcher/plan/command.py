@@ -74,11 +74,16 @@ def hide_secrets(
                 env[variable] = original[index]
                 replaced[index] = f"${variable}"
             words[name] = replaced
-    variables: dict[str, str] = {}
-    for variable, word in env.items():
-        holders = [name for name, value in environ.items() if value == word]
-        variables[variable] = min(holders, default=variable)
-    return TrainerArguments(words, env, variables, tuple(exposed))
+    return TrainerArguments(words, env, _find_holders(env, environ), tuple(exposed))
+
+
+def _find_holders(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable of the user's that has the value of each variable in `env`, else itself."""
+    holders: dict[str, str] = {}
+    for variable, value in env.items():
+        names = [name for name, held in environ.items() if held == value]
+        holders[variable] = min(names, default=variable)
+    return holders
 
 
 def _find_secret_places(
@@ -123,7 +128,10 @@ def build(
     watched = plan.stage.options.probe is not None
     module, options = LAUNCHERS[entry.launcher]
     argv = [str(trainer.python), *_build_module_words(module, plan, trainer), *options(plan)]
-    argv.append(str(PROBE if watched else script))
+    if watched:
+        argv.append(str(PROBE))
+    else:
+        argv.append(str(script))
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
     files: dict[str, str] = {}
     content = config_file(plan.file_arguments())
@@ -235,7 +243,8 @@ def _build_environment(
     env: dict[str, str] = {}
     watch = plan.stage.options.probe
     if watch is not None:
-        env[PROBE_SETTINGS] = json.dumps(_build_probe_settings(plan, script, folder, watch))
+        settings = _build_probe_settings(plan, script, folder, watch)
+        env[PROBE_SETTINGS] = json.dumps(settings)
     # training writes straight into console.log: unbuffered, or the last lines die with it
     env["PYTHONUNBUFFERED"] = "1"
     env.update(source_environment(plan.stage.backend, root, environ))
@@ -245,7 +254,8 @@ def _build_environment(
         env["CUDA_VISIBLE_DEVICES"] = ""
     if plan.gpus == 1:
         # one process that sees several cards: transformers spreads it over all (nn.DataParallel)
-        env["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        first, _, _ = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")
+        env["CUDA_VISIBLE_DEVICES"] = first
     return env
 
 
@@ -255,8 +265,11 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
     """
     env = isolation.changes(environ)
     if backend.CHECKOUT:
+        places = [str(root)]
         path = env.get("PYTHONPATH", environ.get("PYTHONPATH"))
-        env["PYTHONPATH"] = f"{root}{os.pathsep}{path}" if path else str(root)
+        if path:
+            places.append(path)
+        env["PYTHONPATH"] = os.pathsep.join(places)
     return {**env, **backend.ENVIRON}
 
 
@@ -268,17 +281,18 @@ def _build_probe_settings(
     options = plan.stage.options
     pairs = plan.stage.schema.pairs
     expected = expectations(plan)
-    # the other points need the end of the run
-    enforced = {
-        point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)
-    }
+    enforced = set()
+    for point in POINTS:
+        # the other points need the end of the run
+        if point.enforced and (pairs or not point.pairs_only):
+            enforced.add(point.name)
     is_packed = entry.joins_rows(plan.values) or expected["packing"] in ("isolated", "on")
     settings = {
         "target": str(script),
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
         "watchers": dict(entry.watchers),
-        "stand_ins": dict(entry.stand_ins) if plan.gpus == 0 else {},
+        "stand_ins": {},
         "divides_loss": entry.divides_loss,
         "packed": is_packed,
         "expect": {point: state for point, state in expected.items() if point in enforced},
@@ -288,6 +302,8 @@ def _build_probe_settings(
         "max_length": plan.values.get(entry.names.max_length),
         **asdict(watch),
     }
+    if plan.gpus == 0:
+        settings["stand_ins"] = dict(entry.stand_ins)
     if _begins_at_reference(plan):
         settings["first_loss"] = math.log(2)
     export = _build_export(plan)
@@ -305,8 +321,12 @@ def _build_export(plan: Plan) -> dict[str, object] | None:
     settings = phase.settings(plan.values)
     if settings is None:
         return None
-    places = {"output": str(output.absolute()), "into": str(model_in(plan, output).absolute())}
-    return {"function": phase.function, **places, **settings}
+    return {
+        "function": phase.function,
+        "output": str(output.absolute()),
+        "into": str(model_in(plan, output).absolute()),
+        **settings,
+    }
 
 
 def _begins_at_reference(plan: Plan) -> bool:
@@ -329,11 +349,11 @@ def expectations(plan: Plan) -> dict[str, str]:
     """The state that each point of the verdict is expected to have."""
     entry = plan.stage.entry
     options = plan.stage.options
-    expected = {
-        **DEFAULTS,
-        "liger": "engaged" if entry.liger(plan.values) else "off",
-        "packing": "isolated" if entry.packs(plan.values, plan.per_device) else "off",
-    }
+    expected = {**DEFAULTS, "liger": "off", "packing": "off"}
+    if entry.liger(plan.values):
+        expected["liger"] = "engaged"
+    if entry.packs(plan.values, plan.per_device):
+        expected["packing"] = "isolated"
     if options.probe is not None:
         expected["batch"] = "planned"
         # where one process trains alone, nothing stands between backward and optimizer

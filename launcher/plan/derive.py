@@ -91,10 +91,11 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
     """The batch of a stage over these GPUs; see `setting` for what is raised."""
     names = stage.entry.names
     batch = stage.options.batch
+    processes = max(1, gpus) * nodes
     # GPUs that share a sequence work on the same rows
     # (finetune.py::main[= accelerator.num_processes])
     shared = int(stage.values.get(names.shared) or 1)
-    devices = max(1, max(1, gpus) * nodes // max(1, shared))
+    devices = max(1, processes // max(1, shared))
     per_device = int(stage.values[names.per_device])
     if batch is not None and batch.per_device:
         per_device = batch.per_device
@@ -140,7 +141,9 @@ def of_attention(setting: Setting) -> Iterator[tuple[str, Derived]]:
     choice = setting.attention
     if choice is None or choice.name is None:
         return
-    why = f"`attention:` ({choice.why})" if choice.why else "the first of `attention:`"
+    why = "the first of `attention:`"
+    if choice.why:
+        why = f"`attention:` ({choice.why})"
     yield "attn_implementation", Derived(choice.name, why)
 
 

@@ -53,7 +53,9 @@ class Tokens(NamedTuple):
 
     @property
     def waste(self) -> float:
-        return 1 - self.real / self.computed if self.computed else 0.0
+        if not self.computed:
+            return 0.0
+        return 1 - self.real / self.computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,20 +128,22 @@ class Footprint:
     @property
     def adapters(self) -> Adapters | None:
         values = self.values
-        narrow = self.zero is not None
+        width = FULL
+        if self.zero is not None:
+            width = HALF
         if values.get("use_lora"):
             rank = values["lora_rank"]
             targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
         elif values.get("use_peft"):
             rank = values["lora_r"]
             targets = self._choose_peft_targets()
-            # on 4-bit weights TRL has made them bf16
-            # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model])
-            narrow = narrow or self.quantised is not None
+            if self.quantised is not None:
+                # on 4-bit weights TRL has made them bf16
+                # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model])
+                width = HALF
         else:
             return None
-        dropout = bool(values.get("lora_dropout"))
-        return Adapters(int(rank), targets, HALF if narrow else FULL, dropout)
+        return Adapters(int(rank), targets, width, bool(values.get("lora_dropout")))
 
     def _list_named_targets(self) -> list[str]:
         """The last parts of `lora_target_modules`; empty where PEFT itself chooses."""
@@ -213,7 +217,9 @@ class Footprint:
             return "cache"
         if self.adapters is not None:
             return "adapter"
-        return "" if self.values.get("precompute_ref_log_probs") else "model"
+        if self.values.get("precompute_ref_log_probs"):
+            return ""
+        return "model"
 
     def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
         """What memory depends on, with this split of the batch.
@@ -227,29 +233,16 @@ class Footprint:
             return self._set_up_full_rows(per_device, accumulation)
         if self.entry.sharding == "fsdp":
             return self._set_up_pairs(per_device, accumulation)
-        values = self.values
         packed = self._packs(per_device)
-        if self.entry.tiled_loss:
-            loss = "tiled"
-        elif self.pairs:
-            loss = "logprobs"
-        else:
-            loss = "liger" if self.liger else "full"
-        if "optim" in values:
-            # bitsandbytes' kernel makes nothing beside its states
-            fused = _ADAM.get(self._optimizer, True)
-        else:
-            fused = bool(values.get("fused_optimizer") or values.get("use_qlora"))
+        sequences = self._count_sequences(per_device)
         return Setup(
             shape=self.shape,
-            batch=self._find_largest_batch(
-                self._count_sequences(per_device), accumulation, packed=packed
-            ),
+            batch=self._find_largest_batch(sequences, accumulation, packed=packed),
             processes=self.plan.processes,
             accumulation=accumulation,
             reference=self.reference,
             zero=self.zero,
-            loss=loss,
+            loss=self._loss,
             attention=self._kernel,
             liger=self.liger,
             checkpointing=self.checkpointing,
@@ -259,8 +252,26 @@ class Footprint:
             packed=packed,
             quantised=self.quantised,
             state_bytes=self._count_state_bytes(),
-            fused_optimizer=fused,
+            fused_optimizer=self._fuses_optimizer(),
         )
+
+    @property
+    def _loss(self) -> str:
+        """The loss, as in `Setup`."""
+        if self.entry.tiled_loss:
+            return "tiled"
+        if self.pairs:
+            return "logprobs"
+        if self.liger:
+            return "liger"
+        return "full"
+
+    def _fuses_optimizer(self) -> bool:
+        values = self.values
+        if "optim" in values:
+            # bitsandbytes' kernel makes nothing beside its states
+            return _ADAM.get(self._optimizer, True)
+        return bool(values.get("fused_optimizer") or values.get("use_qlora"))
 
     @property
     def _kernel(self) -> str:
@@ -269,9 +280,13 @@ class Footprint:
     def _find_largest_batch(
         self, rows: int, accumulation: int, *, packed: bool = False
     ) -> MicroBatch:
-        steps = self.plan.steps or UNKNOWN_STEPS
-        batches = steps * accumulation * self.plan.processes
+        batches = self._count_batches(accumulation)
         return lengths.largest(self.rows, rows=rows, batches=batches, packed=packed)
+
+    def _count_batches(self, accumulation: int) -> int:
+        """The micro-batches of all ranks in the whole run."""
+        steps = self.plan.steps or UNKNOWN_STEPS
+        return steps * accumulation * self.plan.processes
 
     @property
     def _limit(self) -> int:
@@ -282,22 +297,22 @@ class Footprint:
         share = None
         if self.values.get("compile_model"):
             share = min(1.0, float(self.values.get("activation_memory_budget") or 0))
+        selected = self.entry.selects_modules(self.values)
         return Setup(
             shape=self.shape,
             batch=batch,
             processes=self.plan.processes,
             accumulation=accumulation,
             attention=self._kernel,
-            sharding=Sharding(
-                shards=shards, share=share, selected=self.entry.selects_modules(self.values)
-            ),
+            sharding=Sharding(shards=shards, share=share, selected=selected),
         )
 
     def _set_up_full_rows(self, rows: int, accumulation: int) -> Setup:
         """olmo_core_finetune.py: full rows, each split over the GPUs that share it, FSDP over a
         machine.
         """
-        shared = max(1, int(self.values.get(self.entry.names.shared) or 1))
+        shared = int(self.values.get(self.entry.names.shared) or 1)
+        shared = max(1, shared)
         width = math.ceil(self._limit / shared)
         batch = MicroBatch(rows=rows, width=width, real=rows * width)
         per_machine = self.plan.processes // self.plan.nodes
@@ -324,19 +339,20 @@ class Footprint:
             rows = 2 * per_device
             batch = self._find_largest_batch(rows, accumulation)
             # the reference takes four times the rows (dpo.py::main[cache_batch_size = int])
-            steps = self.plan.steps or UNKNOWN_STEPS
-            batches = max(1, steps * accumulation * self.plan.processes // 4)
+            batches = max(1, self._count_batches(accumulation) // 4)
             reference = lengths.largest(self.rows, rows=4 * rows, batches=batches, packed=False)
             # a model that gets no mask of the padding computes it like any token
             batch = replace(batch, real=batch.tokens)
             reference = replace(reference, real=reference.tokens)
         _, shards = olmo_core.mesh(self.values, self.plan.processes, self.plan.nodes)
+        setup = self._set_up_fsdp(batch, accumulation, shards)
+        fused = bool(self.values.get("fused_optimizer"))
         return replace(
-            self._set_up_fsdp(batch, accumulation, shards),
+            setup,
             reference_batch=reference,
             loss="logprobs",
             reference="cache",
-            fused_optimizer=bool(self.values.get("fused_optimizer")),
+            fused_optimizer=fused,
         )
 
     @property
@@ -345,7 +361,9 @@ class Footprint:
         if not values.get("use_qlora"):
             return str(values.get("optim") or "adamw_torch_fused")
         # finetune.py::main[if args.use_qlora #3]
-        return "paged_adamw_8bit" if values.get("use_8bit_optimizer") else "paged_adamw_32bit"
+        if values.get("use_8bit_optimizer"):
+            return "paged_adamw_8bit"
+        return "paged_adamw_32bit"
 
     def _count_state_bytes(self) -> float | None:
         """Of bitsandbytes' Adam, an element; None for torch's own.
@@ -399,7 +417,9 @@ class Footprint:
         dtype = own.get("dtype") or own.get("torch_dtype") or self.values.get("dtype")
         if dtype:
             return str(dtype)
-        return self.entry.liger_dtype if self.liger else self.entry.dtype
+        if self.liger:
+            return self.entry.liger_dtype
+        return self.entry.dtype
 
     def _require_described(self) -> None:
         values = self.values
@@ -431,9 +451,10 @@ class Footprint:
         lacking = [name for name, present in table.items() if present]
         if lacking:
             raise self._build_error(f"the memory of {' and '.join(lacking)} is not described")
-        fault = self._find_peft_fault() if peft else None
-        if fault is not None:
-            raise self._build_error(fault)
+        if peft:
+            fault = self._find_peft_fault()
+            if fault is not None:
+                raise self._build_error(fault)
 
     def _build_error(self, message: str) -> InvalidConfig:
         return undescribed(message, **self.plan.stage.config.origin("args").place)
@@ -453,7 +474,9 @@ def attention_of(plan: Plan, requested: str | None = None) -> str:
     name = _SPELT.get(name, name)
     if name in ATTENTIONS:
         return name
-    return "flash_2" if plan.gpus and plan.stage.entry.best_attention else "sdpa"
+    if plan.gpus and plan.stage.entry.best_attention:
+        return "flash_2"
+    return "sdpa"
 
 
 def _read_model_arguments(values: Values) -> Mapping[str, Any]:
@@ -478,13 +501,12 @@ def shape_of(
     name = values.get("config_name") or model
     if stage.entry.models is None:
         replaced = _read_model_arguments(values) or values.get("additional_model_arguments")
+        if not isinstance(replaced, Mapping):
+            replaced = None
         revision = values.get("model_revision")
-        return architecture.find(
-            name,
-            os.environ,
-            revision if isinstance(revision, str) else None,
-            replaced if isinstance(replaced, Mapping) else None,
-        )
+        if not isinstance(revision, str):
+            revision = None
+        return architecture.find(name, os.environ, revision, replaced)
     if values.get("config_name"):
         # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
         hubs = [hub for hub, config in stage.schema.models.items() if config == name]
@@ -493,13 +515,17 @@ def shape_of(
         elif hubs:
             name = hubs[0]
     shape = architecture.find(name, os.environ)
-    return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
+    if olmo_core.ties(values, packages or {}):
+        return shape
+    return architecture.untied(shape)
 
 
 def _read_row_limit(plan: Plan) -> int | None:
     """Tokens of a row at most, where the arguments say so."""
     limit = plan.values.get(plan.stage.entry.names.max_length)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    if isinstance(limit, int) and limit > 0:
+        return limit
+    return None
 
 
 def rows_of(plan: Plan, data: Lengths) -> Lengths:
@@ -522,7 +548,9 @@ def rows_of(plan: Plan, data: Lengths) -> Lengths:
 
 def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
     """How many rows an epoch has where the data set has `rows`."""
-    return None if rows is None else rows_of(plan, replace(data, rows=rows)).rows
+    if rows is None:
+        return None
+    return rows_of(plan, replace(data, rows=rows)).rows
 
 
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
@@ -548,5 +576,6 @@ def optimizer_steps(
     epochs = plan.values.get(plan.stage.entry.names.epochs)
     row = packed_row(plan, data)
     if row is not None and isinstance(epochs, int | float):
-        return int(rows / row.pairs / plan.processes) * int(epochs)
+        steps_per_epoch = int(rows / row.pairs / plan.processes)
+        return steps_per_epoch * int(epochs)
     return steps_of(plan.stage, plan.values, rows, plan.global_batch)

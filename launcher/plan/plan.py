@@ -395,8 +395,10 @@ def count_rows(stage: Stage, values: Values) -> int | None:
     if not source.files:
         return None
     surveyed = survey.look(source.files)
-    # an error about the rows says more than a count of the others
-    return None if surveyed.unread or surveyed.faults else surveyed.rows
+    if surveyed.unread or surveyed.faults:
+        # an error about the rows says more than a count of the others
+        return None
+    return surveyed.rows
 
 
 def _count_listed_rows(listed: list[Any], splits: list[Any]) -> int | None:

@@ -9,7 +9,7 @@ Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 20
 
 from launcher.machine.datasheets import Card
 from launcher.plan.footprint import Footprint
-from launcher.plan.memory.setup import HALF
+from launcher.plan.memory.setup import HALF, count_trained
 
 # shares of the peak that large kernels of each kind reach
 _MATMUL = 0.78
@@ -48,20 +48,17 @@ def step_seconds(footprint: Footprint, card: Card) -> float:
         # the rest hides behind the backward pass; ZeRO-1 reduces once a step, as does no ZeRO at
         # all:
         # deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[Communicate only at]
-        sent *= _SHOWN * (accumulation if zero.stage > 1 else 1)
-    return (
-        accumulation * _time_micro_batch(footprint, card) + sent + _time_optimizer(footprint, card)
-    )
-
-
-def _count_trained(footprint: Footprint) -> int:
-    adapters = footprint.adapters
-    return adapters.parameters(footprint.shape) if adapters else footprint.shape.parameters
+        times = accumulation if zero.stage > 1 else 1
+        sent *= _SHOWN * times
+    micro_batch = _time_micro_batch(footprint, card)
+    return accumulation * micro_batch + sent + _time_optimizer(footprint, card)
 
 
 def _count_passes(footprint: Footprint) -> float:
     """Forward passes that a micro-batch costs: a backward pass is two, one on frozen weights."""
-    passes = 3.0 if footprint.adapters is None else 2.0
+    passes = 3.0
+    if footprint.adapters is not None:
+        passes = 2.0
     if footprint.checkpointing:
         passes += 1
     is_referred = footprint.plan.stage.refers and not footprint.entry.caches_reference
@@ -72,27 +69,32 @@ def _count_passes(footprint: Footprint) -> float:
 
 def _time_micro_batch(footprint: Footprint, card: Card) -> float:
     shape = footprint.shape
-    batch = footprint.typical
-    tokens = batch.tokens
+    tokens = footprint.typical.tokens
     passes = _count_passes(footprint)
     rate = card.flops * _MATMUL * tokens / (tokens + _HALF_FULL)
     a_pass = 2 * shape.multiplied * tokens / rate
-    width: float = batch.width
-    if footprint.attention.startswith("flash"):
-        if footprint.packed:
-            # flash follows the rows, a mask makes a square of all of it
-            width = footprint.rows.mean
-        attention = 2 * tokens * width * shape.query / (card.flops * _FLASH)
-    else:
-        attention = 4 * tokens * width * shape.query / (card.flops * _SDPA)
-    a_pass += shape.layers * attention
+    a_pass += shape.layers * _time_attention(footprint, card)
     a_pass += _count_moved_bytes(footprint) * tokens / card.bandwidth
     kernels = passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
     if footprint.adapters is not None:
         kernels *= 2
     # what runs between launches is hidden, what is shorter is not
-    device = max(passes * a_pass, kernels * card.launch) + 0.02 * kernels * card.launch
+    launches = kernels * card.launch
+    device = max(passes * a_pass, launches) + 0.02 * kernels * card.launch
     return _add_host_time(footprint, passes, device)
+
+
+def _time_attention(footprint: Footprint, card: Card) -> float:
+    """Seconds of the attention of one layer in one pass."""
+    batch = footprint.typical
+    query = footprint.shape.query
+    if not footprint.attention.startswith("flash"):
+        return 4 * batch.tokens * batch.width * query / (card.flops * _SDPA)
+    width: float = batch.width
+    if footprint.packed:
+        # flash follows the rows, a mask makes a square of all of it
+        width = footprint.rows.mean
+    return 2 * batch.tokens * width * query / (card.flops * _FLASH)
 
 
 def _add_host_time(footprint: Footprint, passes: float, device: float) -> float:
@@ -137,7 +139,8 @@ def _count_sent_bytes(footprint: Footprint) -> float:
     processes = footprint.plan.processes
     share = (processes - 1) / processes
     width = HALF if zero is None else zero.communication
-    reduced = _count_trained(footprint) * width * share
+    trained = count_trained(footprint.shape, footprint.adapters)
+    reduced = trained * width * share
     if zero is None or zero.stage < 3:
         return 2 * reduced
     return reduced + 2 * HALF * footprint.shape.parameters * share
@@ -147,7 +150,7 @@ def _time_optimizer(footprint: Footprint, card: Card) -> float:
     """The optimizer's pass over its states, and sending the new weights around."""
     zero = footprint.zero
     processes = footprint.plan.processes
-    trained = _count_trained(footprint)
+    trained = count_trained(footprint.shape, footprint.adapters)
     if zero is None:
         return 30 * trained / card.bandwidth
     part = trained / processes

@@ -14,6 +14,7 @@ from launcher.plan.plan import Plan
 from launcher.planning.collect import Facts, adapt, unplanned_findings
 from launcher.rules.context import Context, Split
 from launcher.stage import stage as stages
+from launcher.stage.options import Batch
 
 
 def settle(
@@ -32,10 +33,12 @@ def settle(
     `attempts` those that this run has had. What stops the run is among the findings. Raises
     InvalidConfig where the batch cannot be divided.
     """
+    if gpus is None:
+        gpus = facts.gpus
     try:
         plan = plans.make(
             facts.stage,
-            gpus=facts.gpus if gpus is None else gpus,
+            gpus=gpus,
             nodes=facts.request.nodes,
             output=output,
             packages=facts.packages,
@@ -69,17 +72,15 @@ def beyond_file(plan: Plan) -> tuple[Finding, ...]:
 def find_output(plan: Plan) -> Path | None:
     """The absolute folder that the model goes to."""
     folder = plans.output_folder(plan)
-    return None if folder is None else folder.absolute()
+    if folder is None:
+        return None
+    return folder.absolute()
 
 
 def _build_context(facts: Facts, plan: Plan, attempts: int | None) -> Context:
     options = plan.stage.options
-    split = Split(
-        processes=plan.processes,
-        devices=plan.devices,
-        rows=plan.rows,
-        total=None if options.batch is None else options.batch.total,
-    )
+    batch = options.batch or Batch()
+    split = Split(processes=plan.processes, devices=plan.devices, rows=plan.rows, total=batch.total)
     return Context(
         values=plan.values,
         environ=os.environ,

@@ -64,7 +64,9 @@ class ChecksumThread(threading.Thread):
             for checkpoint in checkpoints.find(
                 self.backend, self.output, ranks=self.ranks, digested=self.digests
             ):
-                digests = _hash_files(checkpoint.path, quiet_s) if checkpoint.complete else {}
+                if not checkpoint.complete:
+                    continue
+                digests = _hash_files(checkpoint.path, quiet_s)
                 if digests:
                     self.digests[checkpoint.name] = digests
                     self._write()
@@ -154,7 +156,9 @@ def _hash_files(folder: Path, quiet_s: float) -> dict[str, str]:
     if any(time.time() - written_ns / 10**9 < quiet_s for written_ns in before.values()):
         return {}
     digests = {str(path.relative_to(folder)): _hash_file(path) for path in before}
-    return digests if _read_times(folder) == before else {}
+    if _read_times(folder) != before:
+        return {}
+    return digests
 
 
 def _read_times(folder: Path) -> dict[Path, int]:

@@ -152,7 +152,9 @@ def _add_trainer(request: Request, config: Config) -> StageFile:
 def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
     """What finds the source of a trainer, and the Python that has it."""
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
+    checkout = None
+    if BACKENDS[backend].CHECKOUT:
+        checkout = locator.find(backend).root
     trainer = python.find_trainer(request.python, checkout)
     locator.search = trainer.path
     return locator, trainer
@@ -242,7 +244,9 @@ def _collect_facts(
         raise InvalidConfig(unplanned_findings(file, judged, machine))
     stage = stages.validate(judged)
     options = stage.options
-    watch = options.probe if request.probe else None
+    watch = options.probe
+    if not request.probe:
+        watch = None
     if watch is not None and not request.final_save:
         watch = replace(watch, final_save=False)
     names, count = _read_named_devices(request)

@@ -34,7 +34,7 @@ from launcher.planning.collect import Facts
 from launcher.planning.doctor import disk
 from launcher.planning.prepare import Prepared
 from launcher.runs import rundir
-from launcher.runs.record import PlanRecord, Record
+from launcher.runs.record import Manifest, PlanRecord, Record
 from launcher.runs.rundir import RunFolder
 
 STATED_MFU = 0.35
@@ -109,11 +109,13 @@ class Estimate:
         *,
         static: bool,
     ) -> None:
+        if not footprint.plan.gpus:
+            card = Card()
         self.footprint = footprint
         self.plan = footprint.plan
         self.rows = rows
         self.terms = terms
-        self.card = card if footprint.plan.gpus else Card()
+        self.card = card
         self.static = static
         self.setup = footprint.setup()
         self.tokens = footprint.tokens
@@ -148,7 +150,9 @@ class Estimate:
 
     @property
     def where(self) -> str:
-        return f"{self.count} GPU(s): " if self.count else "CPU: "
+        if not self.count:
+            return "CPU: "
+        return f"{self.count} GPU(s): "
 
     @property
     def _by_step(self) -> bool:
@@ -202,31 +206,38 @@ class Estimate:
             source = f"estimated: {seconds:,.1f} s a step, "
             source += f"from the data sheet of {name} and measured runs"
             return Speed(self.tokens.real / seconds, source)
-        shape = self.footprint.shape
-        rows = self.footprint.rows
-        row = packed_row(self.plan, rows)
-        has_adapters = self.footprint.adapters is not None
-        flops = datasheets.flops_a_token(
-            trained=0 if has_adapters else shape.multiplied,
-            frozen=shape.multiplied if has_adapters else 0,
-            layers=shape.layers,
-            query=shape.query,
-            # attention goes over the whole of a row that dpo.py packs
-            width=rows.mean if row is None else float(row.positions),
-        )
+        flops = self._compute_flops()
         computed = STATED_MFU * peak * self.plan.processes / flops
         source = f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, "
         source += f"{flops / 1e9:.1f} GFLOP a token"
         return Speed(computed * (1 - self.tokens.waste), source)
+
+    def _compute_flops(self) -> float:
+        """Floating-point operations of the forward and backward pass over a token."""
+        shape = self.footprint.shape
+        trained = shape.multiplied
+        frozen = 0
+        if self.footprint.adapters is not None:
+            trained = 0
+            frozen = shape.multiplied
+        width = self.footprint.rows.mean
+        row = packed_row(self.plan, self.footprint.rows)
+        if row is not None:
+            # attention goes over the whole of a row that dpo.py packs
+            width = float(row.positions)
+        return datasheets.flops_a_token(
+            trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
+        )
 
     def _compute_bill(self) -> Bill:
         steps = self.steps
         speed = self.speed.tokens
         if self.static:
             return Bill(None, None, "the row lengths are not known: --row-tokens")
+        if speed is None and self.plan.gpus:
+            return Bill(None, None, "the speed is not known: --gpu H100, or --tokens-per-second")
         if speed is None:
-            gpu = "--gpu H100, or " if self.plan.gpus else ""
-            return Bill(None, None, f"the speed is not known: {gpu}--tokens-per-second")
+            return Bill(None, None, "the speed is not known: --tokens-per-second")
         if steps is None:
             return Bill(None, None, "the steps are not known: --rows, or a limit of steps")
         step_s = self.tokens.real / speed
@@ -276,14 +287,18 @@ class Estimate:
             message = f"{self.where}memory is planned for GPUs, not for the CPU"
             yield launch_finding("note", "unknown-memory", message)
         elif gib is not None and self.spare is not None and self.spare < 0:
-            help = None if self.static else self._suggest_changes(memory, usable(gib))
+            help = None
+            if not self.static:
+                help = self._suggest_changes(memory, usable(gib))
             message = self.where + _describe_shortage(memory, gib)
             yield launch_finding("warning", "out-of-memory", message, help, **place)
         elif gib is not None and best is not None and memory.peak < 0.6 * gib and self.steps != 0:
             if best.per_device <= self.plan.per_device:
                 return
             factor = self.plan.accumulation / best.accumulation
-            how = "halves accumulation" if factor == 2 else f"divides accumulation by {factor:g}"
+            how = f"divides accumulation by {factor:g}"
+            if factor == 2:
+                how = "halves accumulation"
             message = f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
             message += f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}"
             help = f"write `per_device: {best.per_device}`, or let --fit choose"
@@ -301,10 +316,10 @@ class Estimate:
         if ways:
             listed = [f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3]]
             return "this fits: " + "; or ".join(listed)
-        largest = max(KINDS, key=memory.of)
-        shorter = ", shorter rows" if largest in ("logits", "activations") else ""
-        text = "no setting that launch could change makes it fit: a card with more memory"
-        return f"{text}{shorter}, or a smaller model"
+        needed = "a card with more memory"
+        if max(KINDS, key=memory.of) in ("logits", "activations"):
+            needed = f"{needed}, shorter rows"
+        return f"no setting that launch could change makes it fit: {needed}, or a smaller model"
 
     def _check_waste(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
@@ -338,13 +353,21 @@ class Estimate:
         fit = None
         if self.terms.fit and self.best is not None:
             fit = self.best.as_json()
+        tokens = None
+        padding = None
+        if not self.static:
+            tokens = round(self.tokens.real)
+            padding = round(self.tokens.waste, 3)
+        fits = None
+        if self.spare is not None:
+            fits = self.spare >= 0
         planned = asdict(self.plan.record) | {"rows": self.rows}
         return PlanRecord(
             **planned,
-            tokens_per_step=None if self.static else round(self.tokens.real),
-            padding_share=None if self.static else round(self.tokens.waste, 3),
+            tokens_per_step=tokens,
+            padding_share=padding,
             memory_gib=memory,
-            fits=None if self.spare is None else self.spare >= 0,
+            fits=fits,
             spare_gib=_round_value(self.spare),
             tokens_per_second=_round_value(self.speed.tokens, None),
             speed_source=self.speed.source,
@@ -362,15 +385,21 @@ class Estimate:
             fits = f"yes, {self.spare:.1f} left"
             if self.spare < 0:
                 fits = f"no, {-self.spare:.1f} over"
-        bound = "> " if self.static else ""
+        peak = None
+        if self.memory is not None:
+            bound = "> " if self.static else ""
+            peak = f"{bound}{self.memory.peak:.1f}"
+        tokens = None
+        if not self.static:
+            tokens = f"{self.tokens.real:,.0f}"
         return {
             "GPUs": str(self.count or "CPU"),
             "per device": str(self.plan.per_device),
             "accumulation": str(self.plan.accumulation),
             "global": str(self.plan.global_batch),
             "steps": _format_cell(self.steps, ","),
-            "tokens/step": None if self.static else f"{self.tokens.real:,.0f}",
-            "peak GiB": None if self.memory is None else f"{bound}{self.memory.peak:.1f}",
+            "tokens/step": tokens,
+            "peak GiB": peak,
             "fits": fits,
             "hours": _format_cell(self.bill.hours, ".2f"),
             "cost": _format_cell(self.bill.cost, ".2f"),
@@ -382,7 +411,9 @@ class Estimate:
         if memory is not None:
             sizes = {kind: memory.of(kind) for kind in KINDS}
             shares = [f"{kind} {gib:.1f}" for kind, gib in sizes.items() if gib >= 0.05]
-            place = "without activations" if self.static else f"at the {memory.fullest.name}"
+            place = f"at the {memory.fullest.name}"
+            if self.static:
+                place = "without activations"
             yield f"{self.where}{memory.peak:.1f} GiB {place}: {', '.join(shares) or 'nothing'}"
         if self.best is not None and self.terms.fit:
             rows, accumulation, fullest, _ = self.best
@@ -402,11 +433,15 @@ class Estimate:
 
 
 def _format_cell(value: float | None, form: str) -> str | None:
-    return None if value is None else format(value, form)
+    if value is None:
+        return None
+    return format(value, form)
 
 
 def _round_value(value: float | None, digits: int | None = 2) -> float | None:
-    return None if value is None else round(value, digits)
+    if value is None:
+        return None
+    return round(value, digits)
 
 
 def _describe_shortage(memory: Memory, gib: float) -> str:
@@ -427,8 +462,10 @@ def _format_phases(memory: Memory) -> Iterator[str]:
     for phase in sorted(memory.phases, key=lambda phase: -phase.gib):
         yield f"  {phase.name}: {phase.gib:.2f} GiB"
         for part in sorted(phase.allocations, key=lambda part: -part.gib):
-            source = f"  [{part.source}]" if part.source else ""
-            yield f"    {part.gib:8.2f}  {part.kind:13} {part.name}: {part.formula}{source}"
+            line = f"    {part.gib:8.2f}  {part.kind:13} {part.name}: {part.formula}"
+            if part.source:
+                line = f"{line}  [{part.source}]"
+            yield line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -504,9 +541,11 @@ def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
     largest = max(rungs, key=lambda rung: rung.plan.gpus)
     sources = {
         "shape": shape_of(rungs[0].plan, terms.shape).source,
-        "rows": "unknown" if rows is None else rows.source,
+        "rows": "unknown",
         "attention": attention_of(largest.plan, terms.attention),
     }
+    if rows is not None:
+        sources["rows"] = rows.source
     findings = (
         *faults,
         *_collect_findings(rungs),
@@ -559,19 +598,25 @@ def _collect_findings(rungs: Sequence[Estimate]) -> Iterator[Finding]:
 
 def _check_rungs(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
     """Why nothing fits, why there is no step, and why there is no cost."""
-    for rung in rungs:
-        if terms.fit and rung.best is None and rung.spare is not None:
-            rows = rung.plan.global_batch // rung.plan.processes
-            least = rung.memory_of(rung.footprint.setup(1, rows)).peak
-            message = f"{rung.where}--fit: no split of the batch fits; "
-            message += f"{least:.1f} GiB with one row a device"
-            yield launch_finding("note", "nothing-fits", message, key="batch.per_device")
+    if terms.fit:
+        for rung in rungs:
+            yield from _check_fit(rung)
     yield from _check_steps(rungs)
     unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
         numbers = ", ".join(str(rung.count) for rung in unknown)
         message = f"{numbers} GPU(s): no cost: {unknown[0].bill.formula}"
         yield launch_finding("note", "unknown-cost", message)
+
+
+def _check_fit(rung: Estimate) -> Iterator[Finding]:
+    if rung.best is not None or rung.spare is None:
+        return
+    rows = rung.plan.global_batch // rung.plan.processes
+    least = rung.memory_of(rung.footprint.setup(1, rows)).peak
+    message = f"{rung.where}--fit: no split of the batch fits; "
+    message += f"{least:.1f} GiB with one row a device"
+    yield launch_finding("note", "nothing-fits", message, key="batch.per_device")
 
 
 def _check_steps(rungs: Sequence[Estimate]) -> Iterator[Finding]:
@@ -622,14 +667,16 @@ def counted(
     planned: Plan, rows: Lengths | None, terms: ForecastOptions
 ) -> tuple[int | None, Lengths, int | None]:
     """The rows of the data set, their lengths as they are trained on, and the optimizer steps."""
-    count = terms.rows if terms.rows is not None else planned.rows
+    override = terms.rows is not None
+    count = planned.rows
+    if override:
+        count = terms.rows
     if rows is None:
         return count, _SHORTEST, planned.steps
     if count is None:
         count = rows.rows
     cut = footprint.rows_of(planned, rows)
     trained = footprint.rows_per_epoch(planned, rows, count)
-    override = terms.rows is not None
     return count, cut, footprint.optimizer_steps(planned, trained, cut, override=override)
 
 
@@ -653,8 +700,9 @@ def with_forecast(prepared: Prepared) -> Prepared:
         return prepared
     packages = prepared.facts.trainer.packages
     terms = ForecastOptions()
-    is_open = planned.values.get("attn_implementation") is None
-    if is_open and planned.stage.entry.best_attention and "flash-attn" not in packages:
+    takes_best = planned.stage.entry.best_attention
+    is_open = takes_best and planned.values.get("attn_implementation") is None
+    if is_open and "flash-attn" not in packages:
         terms = ForecastOptions(attention="sdpa")
     card = Card()
     chosen = prepared.start.devices
@@ -676,7 +724,9 @@ def _choose_card(terms: ForecastOptions) -> Card:
     present = devices.survey_devices(os.environ).present
     if not terms.gpu and present:
         card = _read_card(present[0])
-    return card if terms.gpu_memory is None else replace(card, gib=terms.gpu_memory)
+    if terms.gpu_memory is not None:
+        card = replace(card, gib=terms.gpu_memory)
+    return card
 
 
 def _read_card(gpu: Gpu) -> Card:
@@ -699,16 +749,22 @@ def _find_measured_speed(planned: Plan, card: str) -> Speed | None:
             continue
         folder = RunFolder(summary.path)
         manifest = rundir.read_manifest(folder)
+        if not manifest.gpus or not _is_alike(manifest, planned):
+            continue
         verdict = Record(rundir.read_json(folder.verdict))
         rate = verdict.figure("metrics", "tokens_per_second")
-        is_like = (manifest.script or manifest.stage) == stage.schema.key
-        for name in _ALIKE:
-            is_like = is_like and manifest.argument(name) == planned.values.get(name)
-        if is_like and rate is not None and manifest.gpus:
+        if rate is not None:
             count = manifest.gpus * (manifest.nodes or 1)
             source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
             return Speed(rate / count * planned.processes, source)
     return None
+
+
+def _is_alike(manifest: Manifest, planned: Plan) -> bool:
+    """Whether a run has the script of a plan, and the arguments that speed hangs on."""
+    if (manifest.script or manifest.stage) != planned.stage.schema.key:
+        return False
+    return all(manifest.argument(name) == planned.values.get(name) for name in _ALIKE)
 
 
 _SHORTEST = Lengths(mean=1, deviation=0, longest=1, source="", counts=((1, 1),))
@@ -762,8 +818,8 @@ def _find_tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path
             entry = entries.hit(cache.path, planned)
             if entry is not None:
                 yield entry
-            continue
-        folder = folders.opened(cache.path)
-        if folder is not None:
-            paths = [cache.path / name for name in folder.entries()]
-            yield from sorted(paths, key=lambda path: -path.stat().st_mtime)
+        else:
+            folder = folders.opened(cache.path)
+            if folder is not None:
+                paths = [cache.path / name for name in folder.entries()]
+                yield from sorted(paths, key=lambda path: -path.stat().st_mtime)

@@ -43,12 +43,15 @@ class Interruption:
 
     def as_json(self) -> dict[str, Any]:
         lost = self.lost_gpu_hours
-        hours = None if lost is None else round(lost, 2)
-        return {"interval": self.interval, "lost_gpu_hours": hours}
+        if lost is not None:
+            lost = round(lost, 2)
+        return {"interval": self.interval, "lost_gpu_hours": lost}
 
     def line(self) -> str:
         lost = self.lost_gpu_hours
-        hours = "" if lost is None else f", up to {lost:.2f} GPU-hours"
+        hours = ""
+        if lost is not None:
+            hours = f", up to {lost:.2f} GPU-hours"
         if not self.saves:
             return f"no checkpoints: a crash loses everything{hours}"
         size = sized(self.size)
@@ -72,9 +75,11 @@ def of_plan(planned: Plan, hours: float | None, size: int) -> Interruption:
     """The risk of a plan that takes so many hours, and whose checkpoints have `size` bytes."""
     every = epochs.interval(planned)
     steps = planned.steps
-    interval = every if isinstance(every, int) else None
+    interval = None
     passes = planned.values.get(planned.stage.entry.names.epochs)
-    if every == "epoch" and steps and isinstance(passes, int | float) and passes >= 1:
+    if isinstance(every, int):
+        interval = every
+    elif every == "epoch" and steps and isinstance(passes, int | float) and passes >= 1:
         interval = math.ceil(steps / passes)
     return Interruption(
         saves=every is not None,

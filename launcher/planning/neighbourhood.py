@@ -51,9 +51,10 @@ class OutputPlace:
         if place.is_relative_to(canonical(self.run.path)):
             return
         is_used = self.is_used
-        relation = None if is_used else self._describe_run_folder(place)
-        if relation is not None:
-            yield self._report_nested_output(relation)
+        if not is_used:
+            relation = self._describe_run_folder(place)
+            if relation is not None:
+                yield self._report_nested_output(relation)
         for other in outputs.find_neighbours(self.output, self.run.path):
             if other.where == "here" or (is_used and not other.live):
                 continue
@@ -79,8 +80,9 @@ class OutputPlace:
                 # the folder of a ladder or bench, which this run belongs to
                 break
             if rundir.is_run(above) or rundir.is_campaign(above):
-                verb = "is" if above == place else "lies in"
-                return f"{verb} the run folder {above}"
+                if above == place:
+                    return f"is the run folder {above}"
+                return f"lies in the run folder {above}"
         for name in _list_names(place):
             if rundir.is_run(place / name):
                 return f"holds the run folder {place / name}"

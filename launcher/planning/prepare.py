@@ -115,9 +115,11 @@ class Prepared:
         requested = self.requested_output
         record: dict[str, Any] = {
             "resume": self.decision.as_json(),
-            "asked_output": None if requested is None else str(requested),
+            "asked_output": None,
             "contents": list(self.start.contents),
         }
+        if requested is not None:
+            record["asked_output"] = str(requested)
         if self.forecast is not None:
             record["plan"] = self.forecast.as_json()
         return record
@@ -161,7 +163,9 @@ def _choose_target(facts: Facts, rank: int) -> Target:
     redact = stage.config.redactor.redact
     name = redact(stage.name)
     if request.folder is None:
-        place = None if output.output is None else Path(redact(str(output.output)))
+        place = output.output
+        if place is not None:
+            place = Path(redact(str(place)))
         folder, attempt = rundir.choose_folder(kind, name, place, root, rank=rank)
     else:
         folder = request.folder
@@ -171,7 +175,9 @@ def _choose_target(facts: Facts, rank: int) -> Target:
     if facts.machine is None and not is_new:
         # a pasted command is no attempt of that run, and must not write into its record
         dry_run_folder, _ = rundir.choose_folder(kind, name, None, root)
-    earlier = folder if attempt > 1 else None
+    earlier = None
+    if attempt > 1:
+        earlier = folder
     history = resume.manifests(kind, earlier, output.output)
     last = lease.newest_lease(output.output)
     if rank and last is not None and last.is_beating():
@@ -196,7 +202,9 @@ def _find_requested_output(stage: Stage) -> Path | None:
     if stage.entry.names.output not in stage.args:
         return None
     folder = stage.backend.output_folder(stage.values)
-    return None if folder is None else folder.absolute()
+    if folder is None:
+        return None
+    return folder.absolute()
 
 
 def prepare_start(request: Request, scope: Scope) -> Prepared:
@@ -261,14 +269,22 @@ class StartPlan:
             folder = target.folder
             if decision.kind == "finished" and target.earlier is not None:
                 folder = target.earlier
+            named = folder
+            attempt = target.attempt
+            if target.dry_run_folder is not None:
+                named = target.dry_run_folder
+                attempt = 1
+            devices = None
+            if self.devices is not None and plan.gpus:
+                devices = self.devices.env()
             built = command.build(
                 plan,
                 self.facts.trainer,
-                (target.dry_run_folder or folder).path,
+                named.path,
                 environ=os.environ,
                 caches=keys.environment(self.caches),
-                devices=self.devices.env() if self.devices and plan.gpus else None,
-                attempt=1 if target.dry_run_folder else target.attempt,
+                devices=devices,
+                attempt=attempt,
             )
         warnings = (*self.warnings, *self._find_foreign_files(plan), *_find_exposed_overrides(plan))
         return Prepared(
@@ -317,7 +333,9 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
         machine = rendezvous.find_rendezvous(
             request.nodes, request.node_rank, request.main_address, os.environ
         )
-    rank = 0 if machine is None else machine.rank
+    rank = 0
+    if machine is not None:
+        rank = machine.rank
     packages = facts.trainer.packages
     with naming_variables(facts.redactor):
         target = _choose_target(facts, rank)
@@ -327,8 +345,10 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
             decided=target.output.derived,
             attempts=target.attempts_so_far,
         )
-        # the first of several machines checks the output folder
-        place = None if rank else _find_output_place(plan, target)
+        place = None
+        if rank == 0:
+            # the first of several machines checks the output folder
+            place = _find_output_place(plan, target)
         if place is not None:
             nested = map(plan.stage.config.placed, place.nested())
             plan = replace(plan, findings=(*plan.findings, *nested))
@@ -370,11 +390,13 @@ def _require_concealed(plan: Plan) -> None:
         message += "line, which every user of the machine can read"
         help = "leave the probe on: it takes it from the environment"
         faults.append(_report_exposed_secret("error", f"args.{name}", message, help))
-    for name in [] if faults else command.secrets_in_file(plan, os.environ):
-        message = f"`{name}` holds a secret, and no flag can carry it: "
-        message += "it would stand in a file of the run folder"
-        help = "leave it out: `hf auth login`, or the variable HF_TOKEN, is what `datasets` reads"
-        faults.append(_report_exposed_secret("error", f"args.{name}", message, help))
+    if not faults:
+        for name in command.secrets_in_file(plan, os.environ):
+            message = f"`{name}` holds a secret, and no flag can carry it: "
+            message += "it would stand in a file of the run folder"
+            help = "leave it out: `hf auth login`, or the variable HF_TOKEN, "
+            help += "is what `datasets` reads"
+            faults.append(_report_exposed_secret("error", f"args.{name}", message, help))
     if faults:
         raise InvalidConfig(map(plan.stage.config.placed, faults))
 
@@ -389,9 +411,10 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
         return ()
     message = f"{dry.output} is the output of {dry.folder.path.name}; "
     message += "pasted, this command may overwrite it"
-    help = "start it without --dry-run, which compares the two first, or add --fresh for a new "
+    help = "start it without --dry-run, which compares the two first, "
+    help += "or add --fresh for a new folder"
     key = f"args.{dry.plan.stage.entry.names.output}"
-    warning = launch_finding("warning", "earlier-run", message, f"{help}folder", key=key)
+    warning = launch_finding("warning", "earlier-run", message, help, key=key)
     return (dry.plan.stage.config.placed(warning),)
 
 

@@ -184,10 +184,16 @@ def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None
             _write(folded(f"  help: {finding.help}"), err=True)
 
 
+def count_gpus(count: int) -> str:
+    if not count:
+        return "the CPU"
+    if count == 1:
+        return "1 GPU"
+    return f"{count} GPUs"
+
+
 def _format_title(plan: Plan) -> str:
-    machine = "the CPU"
-    if plan.gpus:
-        machine = "1 GPU" if plan.gpus == 1 else f"{plan.gpus} GPUs"
+    machine = count_gpus(plan.gpus)
     if plan.nodes > 1:
         machine += f" on each of {plan.nodes} nodes"
     return f"{plan.title} on {machine}, deepspeed {plan.stage.options.deepspeed_name}"
@@ -204,7 +210,9 @@ def _format_rows_and_steps(plan: Plan) -> str:
 
 
 def _format_batch(plan: Plan) -> str:
-    processes = "1 process" if plan.processes == 1 else f"{plan.processes} processes"
+    processes = "1 process"
+    if plan.processes != 1:
+        processes = f"{plan.processes} processes"
     each = f"{plan.per_device} rows x {plan.accumulation} accumulated"
     return f"{each} x {processes} = {plan.global_batch} rows"
 
@@ -225,7 +233,9 @@ def plan_lines(plan: Plan) -> list[str]:
 def print_plan(plan: Plan, log: Path) -> None:
     """Print what starts, in a few lines of 80 columns: a dry run shows the reasons."""
     source = plan.stage.upstream
-    place = f", {shorten(source.root)}" if source.is_checkout and source.root is not None else ""
+    place = ""
+    if source.is_checkout and source.root is not None:
+        place = f", {shorten(source.root)}"
     lines = [
         f"{_format_title(plan)}, {source.name}{place}",
         f"batch: {_format_batch(plan)}; {_format_rows_and_steps(plan)}",
@@ -285,19 +295,21 @@ def print_table(
 
     If a terminal is too narrow, the further columns follow below, beside the first one again.
     """
-    texts: list[list[str]] = []
+    padded: list[list[str]] = []
     for name in columns:
         values = [row.get(name) for row in rows]
         if values.count(None) < len(values):
-            texts.append([name, *map(_format_cell, values)])
-    bands = _split_into_bands([max(map(len, column)) for column in texts])
-    for number, band in enumerate(bands):
-        lines = [""] if number else []
-        padded = [_pad_texts(texts[column]) for column in band]
-        for cells in zip(*padded, strict=True):
+            padded.append(_pad_texts([name, *map(_format_cell, values)]))
+    widths = [len(column[0]) for column in padded]
+    lines: list[str] = []
+    for band in _split_into_bands(widths):
+        if lines:
+            lines.append("")
+        band_columns = [padded[number] for number in band]
+        for cells in zip(*band_columns, strict=True):
             lines.append("  ".join(cells).rstrip())
-        for line in _choose_redactor(redactor).redact(lines):
-            _write(line)
+    for line in _choose_redactor(redactor).redact(lines):
+        _write(line)
 
 
 def _pad_texts(texts: Sequence[str]) -> list[str]:

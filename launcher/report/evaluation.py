@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from launcher.lazy_dataclass import dataclass
 from launcher.report import sections
 from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, page_section, table, tag
@@ -30,29 +29,35 @@ def section(entries: Sequence[PageRun]) -> Html:
 
 
 def _render_evaluation(point: Json) -> Html:
+    """The outcome with its reason, the metrics, and the files that hold more."""
     detail = as_mapping(point.get("detail"))
-    state = str(point.get("state"))
-    word = _WORDS.get(state, state.replace("_", " "))
-    outcome: list[object] = [sections.word(word)]
-    seconds = detail.get("seconds")
-    if isinstance(seconds, int | float):
-        outcome.append(f" in {seconds:,.0f} s")
-    parts: list[object] = [tag("p", *outcome)]
+    parts = [_render_outcome(point, detail.get("seconds"))]
     if point.get("ok") is False and detail.get("reason"):
         parts.append(tag("p", detail["reason"], class_="why"))
-    values = as_mapping(detail.get("metrics"))
-    gates = [as_mapping(gate) for gate in as_list(detail.get("gates"))]
-    rows = _Metrics(values, gates).rows()
+    rows = _build_rows(detail)
     parts.append(_render_metrics_table(rows[:_SHOWN]))
     folded = rows[_SHOWN:]
     if folded:
         title = f"{len(folded)} more numbers"
         parts.append(details(title, _render_metrics_table(folded)))
-    for title, key in (("metrics", "metrics_file"), ("log", "log")):
-        if detail.get(key):
-            path = tag("code", detail[key])
-            parts.append(tag("p", f"{title}: ", path, class_="soft"))
+    parts.append(_render_path("metrics", detail.get("metrics_file")))
+    parts.append(_render_path("log", detail.get("log")))
     return join(parts)
+
+
+def _render_outcome(point: Json, seconds: object) -> Html:
+    state = str(point.get("state"))
+    word = _WORDS.get(state, state.replace("_", " "))
+    time = ""
+    if isinstance(seconds, int | float):
+        time = f" in {seconds:,.0f} s"
+    return tag("p", sections.word(word), time)
+
+
+def _render_path(title: str, path: object) -> Html:
+    if not path:
+        return Html("")
+    return tag("p", f"{title}: ", tag("code", path), class_="soft")
 
 
 def _render_metrics_table(rows: Sequence[Sequence[object]]) -> Html:
@@ -60,36 +65,40 @@ def _render_metrics_table(rows: Sequence[Sequence[object]]) -> Html:
     return table(head, rows, "wide")
 
 
-@dataclass(frozen=True, slots=True)
-class _Metrics:
-    """The metrics of an evaluation, and the gates that the pipeline file sets."""
+def _build_rows(detail: Json) -> list[list[Html]]:
+    """The gates first, under the names of the pipeline file, then the other metrics."""
+    metrics = as_mapping(detail.get("metrics"))
+    rows = []
+    gated = set()
+    for gate in map(as_mapping, as_list(detail.get("gates"))):
+        gated.add(gate.get("name"))
+        name = str(gate.get("name") or gate.get("metric"))
+        expected = str(gate.get("expected"))
+        status = "ok" if gate.get("ok") is True else "fail"
+        row = _render_metric(metrics, name, gate.get("value"))
+        row += _render_gate(expected, sections.word(status))
+        rows.append(row)
+    for name, value in metrics.items():
+        if name not in gated and not _is_error(name):
+            row = _render_metric(metrics, name, value)
+            row += _render_gate("", "")
+            rows.append(row)
+    return rows
 
-    values: Json
-    gates: Sequence[Json]
 
-    def rows(self) -> list[list[object]]:
-        """The gates first, under the names of the pipeline file, then the other metrics."""
-        rows = []
-        gated = set()
-        for gate in self.gates:
-            gated.add(gate.get("name"))
-            name = str(gate.get("name") or gate.get("metric"))
-            expected = str(gate.get("expected"))
-            word = sections.word("ok" if gate.get("ok") is True else "fail")
-            rows.append(self._build_row(name, gate.get("value"), expected, word))
-        for name, value in self.values.items():
-            if name not in gated and not _is_error(name):
-                rows.append(self._build_row(name, value, "", ""))
-        return rows
+def _render_metric(metrics: Json, name: str, value: object) -> list[Html]:
+    """The cells of a metric: its name, value and standard error."""
+    error = metrics.get(_derive_error_name(name))
+    return [
+        tag("th", tag("code", name), scope="row"),
+        _render_number(value, "value"),
+        _render_number(error, "±"),
+    ]
 
-    def _build_row(self, name: str, value: object, expected: str, word: object) -> list[object]:
-        return [
-            tag("th", tag("code", name), scope="row"),
-            _render_number(value, "value"),
-            _render_number(self.values.get(_derive_error_name(name)), "±"),
-            tag("td", expected, class_="mono", data_label="expected"),
-            tag("td", word if expected else ""),
-        ]
+
+def _render_gate(expected: str, word: str) -> list[Html]:
+    """The cells of what was expected of a metric; empty without a gate."""
+    return [tag("td", expected, class_="mono", data_label="expected"), tag("td", word)]
 
 
 def _render_number(value: object, label: str) -> Html:

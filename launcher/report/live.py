@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import statistics
 import time
@@ -41,6 +42,7 @@ BACKLOG = 16 * 2**20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 30
 _LEAST_BAR_CELLS = 4
+_CURVE_CELLS = 20
 
 
 class View:
@@ -179,11 +181,7 @@ class View:
 
 
 def panel(
-    title: str,
-    progress: Progress,
-    console: Console,
-    tracker: str | None,
-    redactor: Redactor | None = None,
+    title: str, progress: Progress, console: Console, tracker: str | None, redactor: Redactor
 ) -> list[Text]:
     """The lines on a terminal: progress, loss, machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
@@ -192,15 +190,14 @@ def panel(
     first.stylize("bold", 0, len(title))
     lines = [first]
     if progress.step:
-        lines.append(_format_line(_format_figures(progress, plain=plain)))
+        figures = _format_figures(progress, plain=plain)
+        lines.append(_format_line(figures))
         machine = _format_machine(progress)
         if machine:
             lines.append(_format_line(machine))
     if progress.hang is not None:
-        said = progress.hang
-        if redactor is not None:
-            said = redactor.redact(said)
-        hang = _format_line([f"hangs: {said}"])
+        reason = redactor.redact(progress.hang)
+        hang = _format_line([f"hangs: {reason}"])
         hang.stylize("bold red")
         lines.append(hang)
     if progress.shown:
@@ -224,13 +221,7 @@ def _format_head(progress: Progress, width: int, *, plain: bool) -> list[str]:
     """Bar, step and both clocks within `width` columns; before the first step the phase."""
     if not progress.step:
         return _format_phase(progress)
-    step = f"step {progress.step:,}"
-    if progress.total:
-        step += f"/{progress.total:,}"
-    parts = [step]
-    if progress.epoch is not None:
-        parts.append(f"epoch {progress.epoch:.2f}")
-    parts += _format_elapsed(progress)
+    parts = progress.position() + _format_elapsed(progress)
     if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
@@ -268,7 +259,9 @@ def _format_clock_since(moment: float) -> str:
 
 def _format_figures(progress: Progress, *, plain: bool) -> list[str]:
     loss = progress.loss_text()
-    curve = "" if plain else sparkline(progress.losses)
+    curve = ""
+    if not plain:
+        curve = sparkline(progress.losses)
     parts = [f"{loss} {curve}".strip(), *progress.preferences()]
     if progress.grad_norm is not None:
         parts.append(f"gradient norm {progress.grad_norm:.3g}")
@@ -302,14 +295,15 @@ def _format_proofs(progress: Progress) -> Text:
     return line
 
 
-def sparkline(values: Sequence[float], cells: int = 20) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Values as a curve one line high; each cell is the mean of a group of values."""
-    size = -(-len(values) // cells) or 1
+    if len(values) < 2:
+        return ""
+    size = math.ceil(len(values) / _CURVE_CELLS)
     means = []
     for begin in range(0, len(values), size):
-        means.append(statistics.fmean(values[begin : begin + size]))
-    if len(means) < 2:
-        return ""
+        group = values[begin : begin + size]
+        means.append(statistics.fmean(group))
     low = min(means)
     height = max(means) - low
     scale = 0.0

@@ -68,7 +68,8 @@ def list_rows(folders: Sequence[RunFolder]) -> list[Row]:
             row = _build_unreadable_row(folder, error)
         if row is not None:
             campaign = campaigns.get(folder.path)
-            rows.append({**row, "part_of": str(campaign) if campaign else None})
+            part_of = None if campaign is None else str(campaign)
+            rows.append({**row, "part_of": part_of})
     cache.save()
     return rows
 
@@ -206,9 +207,11 @@ def summarize(group: Sequence[Row], *, runs_only: bool = False) -> Row:
 
 
 def _format_state(row: Row) -> str:
-    # nothing in a table explains `unknown`
     state = str(row["state"])
-    return "unknown here" if state == "unknown" else state
+    if state == "unknown":
+        # nothing in a table explains it
+        return "unknown here"
+    return state
 
 
 def _count_words(words: Iterable[str | None]) -> str | None:
@@ -235,6 +238,7 @@ def _read_current_columns(manifest: Manifest) -> Row:
 
 
 def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
+    """The columns that no longer change once a run is over."""
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's: that of all steady steps and ranks
@@ -243,14 +247,6 @@ def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
     verdict = Record()
     if state in _ENDED:
         verdict = _read_verdict(folder, number)
-    loss = verdict.figure("metrics", "last_loss")
-    if loss is None:
-        loss = progress.loss
-    speed = verdict.figure("metrics", "tokens_per_second")
-    if speed is None:
-        speed = progress.tokens_per_second
-    if speed is not None and not math.isfinite(speed):
-        speed = None
     outcome = None
     if verdict:
         outcome = summary.outcome(verdict)
@@ -268,12 +264,32 @@ def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
         "outcome": outcome,
         "step": max(progress.step, verdict.number("steps") or 0),
         "steps": progress.total,
-        "loss": None if loss is None else round(loss, 4),
-        "tokens/s": None if speed is None else round(speed),
+        "loss": _read_loss(verdict, progress),
+        "tokens/s": _read_speed(verdict, progress),
         "gpus": manifest.gpus,
         "output": manifest.text("output"),
         "wandb": tracker,
     }
+
+
+def _read_loss(verdict: Record, progress: Progress) -> float | None:
+    """The last loss by the verdict, else by the probe."""
+    loss = verdict.figure("metrics", "last_loss")
+    if loss is None:
+        loss = progress.loss
+    if loss is None:
+        return None
+    return round(loss, 4)
+
+
+def _read_speed(verdict: Record, progress: Progress) -> int | None:
+    """Tokens per second by the verdict, else by the probe."""
+    speed = verdict.figure("metrics", "tokens_per_second")
+    if speed is None:
+        speed = progress.tokens_per_second
+    if speed is None or not math.isfinite(speed):
+        return None
+    return round(speed)
 
 
 def _read_verdict(folder: RunFolder, number: int) -> Record:
@@ -293,13 +309,13 @@ def read_state(
     An orphan trains without its supervisor. Unknown: its processes are out of sight, and there was
     no heartbeat lately.
     """
+    second = int(time.monotonic())
     job = slurm.job_of(folder)
-    jobs = None if job is None else _list_jobs(int(time.monotonic()))
-    if job is not None and jobs is not None:
+    if job is not None:
+        jobs = _list_jobs(second) or {}
         word = slurm.run_state(jobs.get(job))
         if word is not None:
             return word
-    second = int(time.monotonic())
     if runner.is_alive(folder.path, lambda: _list_marks(second)):
         return "orphaned" if runner.is_orphaned(folder) else "running"
     state = read_end_state(folder, progress, number)
@@ -330,7 +346,9 @@ def read_end_state(
         return "lost"
     if progress.exit == 0:
         return "finished"
-    return "stopped" if _is_stopped_by_signal(folder) else "failed"
+    if _is_stopped_by_signal(folder):
+        return "stopped"
+    return "failed"
 
 
 def _is_stopped_by_signal(folder: RunFolder) -> bool:

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from launcher import files
-from launcher.errors import not_ready
+from launcher.errors import unwritable
 from launcher.lazy_dataclass import dataclass
 from launcher.plan.plan import titled
 from launcher.report import charts, evaluation, sections, series, usage
@@ -117,8 +117,7 @@ def write(runs: Sequence[Run], path: Path, lead: Lead | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, page)
     except OSError as error:
-        message = f"cannot be written: {error.strerror or error}"
-        raise not_ready("unwritable-file", message, file=str(path)) from None
+        raise unwritable(path, error) from None
 
 
 @lru_cache
@@ -163,15 +162,21 @@ def _render_head(lead: Lead, entries: Sequence[PageRun], body: Mapping[str, Html
             subtitle.append(run.name)
         if run.tracker:
             subtitle.append(sections.link(run.tracker))
-    links = []
-    for key, section in body.items():
-        if section:
-            links.append(tag("a", _LINK_WORDS.get(key, key), href=f"#{key}"))
     parts = [tag("h1", *title)]
     if subtitle:
         parts.append(tag("p", join(subtitle, " · "), class_="folder"))
-    parts.append(tag("nav", join(links, " ")))
+    parts.append(_render_links(body))
     return tag("header", tag("div", *parts), class_="top")
+
+
+def _render_links(body: Mapping[str, Html]) -> Html:
+    """A link to each part of the page that has content."""
+    links = []
+    for key, section in body.items():
+        if section:
+            word = _LINK_WORDS.get(key, key)
+            links.append(tag("a", word, href=f"#{key}"))
+    return tag("nav", join(links, " "))
 
 
 def _render_banner(entry: PageRun, *, several: bool) -> Html:
@@ -197,21 +202,30 @@ def _render_banner(entry: PageRun, *, several: bool) -> Html:
         # how a run ended that did train is not what failed
         is_open = outcome == "fail" and not several
         parts.append(details(title, log, is_open=is_open))
-    colour = outcome if outcome in ("fail", "unproven") else "stopped"
+    colour = "stopped"
+    if outcome in ("fail", "unproven"):
+        colour = outcome
     return tag("section", *parts, class_=f"banner {colour}", aria_label="what went wrong")
 
 
 def _render_lead(lead: Lead) -> Html:
     parts: list[Html] = [tag("p", line) for line in lead.lines]
     for rows in lead.tables:
-        columns = list(rows[0]) if rows else []
-        cells = []
-        for row in rows:
-            cells.append([_render_lead_cell(name, row.get(name)) for name in columns])
-        parts.append(table(columns, cells, "lead"))
+        parts.append(_render_lead_table(rows))
     if not parts:
         return Html("")
     return tag("section", *parts, class_="result", aria_label="result")
+
+
+def _render_lead_table(rows: Sequence[Json]) -> Html:
+    """A table of records, with the columns of the first."""
+    if not rows:
+        return Html("")
+    columns = list(rows[0])
+    cells = []
+    for row in rows:
+        cells.append([_render_lead_cell(name, row.get(name)) for name in columns])
+    return table(columns, cells, "lead")
 
 
 _WORD_COLOURS = {
@@ -230,7 +244,9 @@ _WORD_COLOURS = {
 def _render_lead_cell(name: str, value: object) -> Html:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = figure(value)
-    shown = "–" if value is None else str(value)
+    shown = "–"
+    if value is not None:
+        shown = str(value)
     inner: object = shown
     if " – " in shown and " (" in shown:
         # `5,865 (5,392 – 6,338)`: the range below the figure
@@ -248,8 +264,8 @@ def _render_overview(entries: Sequence[PageRun]) -> Html:
     models = {str(_read_model(entry.run)) for entry in entries}
     # a model that all runs share would only take room
     with_model = not several or len(models) > 1
-    head: list[object] = ["run" if several else "stage", "verdict"]
-    head += map(sections.right, _FIGURES)
+    first_column = "run" if several else "stage"
+    head: list[object] = [first_column, "verdict", *map(sections.right, _FIGURES)]
     if with_model:
         head.append("model")
     head.append("started")
@@ -259,16 +275,27 @@ def _render_overview(entries: Sequence[PageRun]) -> Html:
         run = entry.run
         figures = _collect_figures(run)
         reference = first_of_stage.setdefault(run.stage, figures)
-        outcome = summary.outcome(run.verdict) if run.verdict else "unproven"
-        row = [_render_run_cell(entry, several=several), tag("td", sections.word(outcome))]
+        row = [_render_run_cell(entry, several=several), _render_outcome_cell(run)]
         row += _render_figure_cells(figures, reference)
         if with_model:
-            row.append(tag("td", _read_model(run) or "–", data_label="model", class_="value"))
-        created = str(run.manifest.get("created") or "–")
-        created = created.replace("T", " ").replace("+00:00", " UTC")
-        row.append(tag("td", created, data_label="started", class_="time"))
+            model = _read_model(run) or "–"
+            row.append(tag("td", model, data_label="model", class_="value"))
+        row.append(_render_start_cell(run))
         rows.append(row)
     return table(head, rows, "overview")
+
+
+def _render_outcome_cell(run: Run) -> Html:
+    outcome = "unproven"
+    if run.verdict:
+        outcome = summary.outcome(run.verdict)
+    return tag("td", sections.word(outcome))
+
+
+def _render_start_cell(run: Run) -> Html:
+    created = str(run.manifest.get("created") or "–")
+    created = created.replace("T", " ").replace("+00:00", " UTC")
+    return tag("td", created, data_label="started", class_="time")
 
 
 def _render_run_cell(entry: PageRun, *, several: bool) -> Html:

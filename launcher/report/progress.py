@@ -166,8 +166,8 @@ class Progress:
         elif name == "saved" and moment is not None:
             self._add_saved(str(event.get("path")), moment)
         elif name == "liger" and isinstance(event.get("calls"), dict):
-            engaged = any(event["calls"].values())
-            self.shown[BY_NAME["liger"].label] = "engaged" if engaged else "not engaged"
+            is_engaged = any(event["calls"].values())
+            self.shown[BY_NAME["liger"].label] = "engaged" if is_engaged else "not engaged"
         elif state:
             for point in POINTS:
                 if name in point.events:
@@ -222,8 +222,9 @@ class Progress:
     def add_loss(self, step: int, loss: float | None) -> None:
         """Add the loss of one rank; None if it was not finite."""
         total, ranks = self.sums.get(step, (0.0, 0))
-        total += math.nan if loss is None else loss
-        self.sums[step] = LossSum(total, ranks + 1)
+        if loss is None:
+            loss = math.nan
+        self.sums[step] = LossSum(total + loss, ranks + 1)
 
     @property
     def losses(self) -> list[float]:
@@ -247,9 +248,12 @@ class Progress:
 
     def enter_phase(self, phase: str, moment: float | None = None) -> None:
         """Begin a phase, at this time or now."""
-        if phase != self.phase:
-            self.phase = phase
-            self.since = time.time() if moment is None else moment
+        if phase == self.phase:
+            return
+        self.phase = phase
+        self.since = moment
+        if moment is None:
+            self.since = time.time()
 
     def read_logged_step(self, raw: bytes) -> None:
         """Take from a line of the log what HF Trainer says of a step, and the probe does not."""
@@ -318,7 +322,18 @@ class Progress:
         return max(0, self.total - self.step) * seconds_per_step
 
     def loss_text(self) -> str:
-        return "loss not finite" if self.loss is None else f"loss {self.loss:.4f}"
+        if self.loss is None:
+            return "loss not finite"
+        return f"loss {self.loss:.4f}"
+
+    def position(self) -> list[str]:
+        """The step and the epoch, in words."""
+        step = f"step {self.step:,}"
+        if self.total:
+            step += f"/{self.total:,}"
+        if self.epoch is None:
+            return [step]
+        return [step, f"epoch {self.epoch:.2f}"]
 
     def preferences(self) -> list[str]:
         """The figures of DPO, in words."""
@@ -335,13 +350,7 @@ class Progress:
             return f"hangs: {self.hang}"
         if not self.step:
             return self.phase
-        step = f"step {self.step:,}"
-        if self.total:
-            step += f"/{self.total:,}"
-        parts = [step]
-        if self.epoch is not None:
-            parts.append(f"epoch {self.epoch:.2f}")
-        parts.append(self.loss_text())
+        parts = [*self.position(), self.loss_text()]
         parts += self.preferences()
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
@@ -353,7 +362,9 @@ class Progress:
 
 
 def _read_number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    if not isinstance(value, int | float):
+        return None
+    return float(value)
 
 
 def _parse_finite(text: bytes) -> float | None:
@@ -361,7 +372,9 @@ def _parse_finite(text: bytes) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number
 
 
 def read_last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, ...]:

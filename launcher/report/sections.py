@@ -95,16 +95,16 @@ def verdicts(entries: Sequence[PageRun]) -> Html:
 
 def _render_points_matrix(entries: Sequence[PageRun]) -> Html:
     """A row for each point, a column for each run."""
+    head = ["point"]
     rows: dict[str, list[object]] = {}
     dashes = ["–"] * len(entries)
     for column, entry in enumerate(entries, start=1):
-        run = entry.run
-        for point in summary.points(run.verdict):
+        head.append(entry.mark)
+        for point in summary.points(entry.run.verdict):
             name = str(point.get("name"))
             row = rows.setdefault(name, [name, *dashes])
-            row[column] = _render_ok(point, run, point.get("state"))
-    marks = [entry.mark for entry in entries]
-    return table(["point", *marks], rows.values())
+            row[column] = _render_ok(point, entry.run, point.get("state"))
+    return table(head, rows.values())
 
 
 def _render_points_table(entry: PageRun) -> Html:
@@ -132,8 +132,10 @@ def _render_ok(point: Json, run: Run, state: object = None) -> Html:
     if ok is True:
         status = "ok"
     elif ok is False:
-        # of a stopped run, the only point that fails is its end
-        status = "stopped" if summary.outcome(run.verdict) == "stopped" else "fail"
+        status = "fail"
+        if summary.outcome(run.verdict) == "stopped":
+            # of a stopped run, the only point that fails is its end
+            status = "stopped"
     if state is None:
         return word(status)
     return join([word(status), " ", state])
@@ -227,9 +229,10 @@ def _render_answer(title: str, text: object, ended: object) -> Html:
     if note:
         heading += [" ", tag("small", f"({note})")]
     shown = text
-    if not text:
-        word = "nothing" if text == "" else "–"
-        shown = tag("span", word, class_="soft")
+    if text == "":
+        shown = tag("span", "nothing", class_="soft")
+    elif not text:
+        shown = tag("span", "–", class_="soft")
     answer = tag("pre", shown, tabindex="0")
     return tag("div", tag("h4", *heading), answer)
 
@@ -270,10 +273,7 @@ def plans(entries: Sequence[PageRun]) -> Html:
         planned = series.planned_figures(entry.run)
         measured = series.measured_figures(entry.run)
         runs.append(_Figures(entry, planned, measured))
-    keys = []
-    for key in _QUANTITIES:
-        if any(run.has(key) for run in runs):
-            keys.append(key)
+    keys = [key for key in _QUANTITIES if any(run.has(key) for run in runs)]
     if len(runs) == 1:
         shown = _render_plan_of_one(runs[0], keys)
     else:
@@ -309,14 +309,19 @@ def _render_plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Ht
     for run in runs:
         row = [tag("th", run.entry.heading, scope="row", class_="run")]
         for key in keys:
-            planned = run.planned.get(key)
-            measured = run.measured.get(key)
-            shown: object = _format_quantity(key, measured)
-            if planned is not None and planned != measured:
-                shown = small_below(shown, f"plan {_format_quantity(key, planned)}")
-            row.append(tag("td", shown, class_="number"))
+            row.append(_render_figure_cell(run, key))
         rows.append(row)
     return table(head, rows, "figures")
+
+
+def _render_figure_cell(run: _Figures, key: str) -> Html:
+    """What was measured, with the plan below it if that differs."""
+    planned = run.planned.get(key)
+    measured = run.measured.get(key)
+    shown: object = _format_quantity(key, measured)
+    if planned is not None and planned != measured:
+        shown = small_below(shown, f"plan {_format_quantity(key, planned)}")
+    return tag("td", shown, class_="number")
 
 
 def _format_quantity(key: str, value: float | None) -> str:
@@ -339,24 +344,25 @@ class _ArgumentTables:
 
     def add(self, key: str, entries: Sequence[PageRun]) -> None:
         marks_by_value: dict[str | None, list[Html]] = {}
-        items = []
+        origins = []
         for entry in entries:
             item = entry.run.arguments.get(key)
             value = None
             if item is not None:
-                items.append(item)
                 value = _format_yaml(item.get("value"))
-            marks_by_value.setdefault(value, []).append(entry.mark)
+                origins.append(str(item.get("origin", "")))
+            marks = marks_by_value.setdefault(value, [])
+            marks.append(entry.mark)
         name = tag("code", key)
-        origins = [str(item.get("origin", "")) for item in items]
-        is_set = not all(origin.startswith("default: ") for origin in origins)
-        values = marks_by_value.keys() - {None}
-        if len(marks_by_value) > 1 and (is_set or len(values) > 1):
+        values = [value for value in marks_by_value if value is not None]
+        is_default = all(origin.startswith("default: ") for origin in origins)
+        # a default that some runs do not have is that of another trainer
+        is_missing = None in marks_by_value and not is_default
+        if len(values) > 1 or is_missing:
             self.differing.append([name, _render_values_cell(marks_by_value)])
             return
-        value = tag("code", _format_yaml(items[0].get("value")))
-        cell = tag("td", value, class_="value")
-        rows = self.alike if is_set else self.defaults
+        cell = tag("td", tag("code", values[0]), class_="value")
+        rows = self.defaults if is_default else self.alike
         rows.append([name, cell, origins[0]])
 
 
@@ -404,14 +410,16 @@ def _format_yaml(value: object) -> str:
 
 def findings(entries: Sequence[PageRun]) -> Html:
     several = len(entries) > 1
+    head = ["finding", "place", ""]
+    if several:
+        head.insert(0, "run")
     rows = []
     for entry in entries:
         for finding in map(as_mapping, as_list(entry.run.manifest.get("findings"))):
             row = _render_finding_row(finding)
-            rows.append([entry.mark, *row] if several else row)
-    head = ["finding", "place", ""]
-    if several:
-        head.insert(0, "run")
+            if several:
+                row.insert(0, entry.mark)
+            rows.append(row)
     return page_section("findings", "Findings", table(head, rows, "wide"))
 
 
@@ -473,6 +481,10 @@ def _collect_facts(run: Run) -> dict[str, object]:
         python = f"Python {trainer.get('version')}, {trainer.get('python')}"
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     host = filter(None, [machine.get("host"), machine.get("system")])
+    gpus = map(str, as_list(machine.get("gpus")))
+    tracker = None
+    if run.tracker:
+        tracker = link(run.tracker)
     return {
         "source": title,
         "changed files": _join_by_comma(source.get("changed_files")),
@@ -481,12 +493,12 @@ def _collect_facts(run: Run) -> dict[str, object]:
         "trainer": python,
         "packages": _join_by_comma(versions),
         "machine": _join_by_comma(list(host)),
-        "GPUs": "; ".join(map(str, as_list(machine.get("gpus")))),
+        "GPUs": "; ".join(gpus),
         "stage file": manifest.get("config"),
         "model folder": manifest.get("output"),
         "attempt": manifest.get("attempt"),
         "ended": _format_end(run.ended),
-        "tracker": link(run.tracker) if run.tracker else None,
+        "tracker": tracker,
     }
 
 

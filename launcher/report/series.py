@@ -183,16 +183,16 @@ def run_from_judgement(path: Path, judgement: RunJudgement) -> Run:
 
 
 def run_from_records(
-    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None
+    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence
 ) -> Run:
     """A run from what was recorded of it, and the evidence of its last attempt."""
     path = path.absolute()
     folder = RunFolder(path)
     ended: Mapping[str, Any] = {}
-    if last is not None and last.exit is not None:
+    if last.exit is not None:
         ended = rundir.read_json(last.exit.path)
     ranks = None
-    if last is not None and last.probe is not None:
+    if last.probe is not None:
         ranks = last.probe.world
     redactor = attempt.redactor(folder)
     records: dict[str, Mapping[str, Any]] = {
@@ -223,6 +223,7 @@ def run_from_records(
 
 
 def series_from_rows(rows: Iterable[Row]) -> Series:
+    """The curves of some steps; speed and wasted share follow from other columns."""
     steps: list[int] = []
     nonfinite: list[int] = []
     table: list[Row] = []
@@ -307,7 +308,9 @@ def measured_figures(run: Run) -> dict[str, float | None]:
 
 def _compute_mean(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers else None
+    if not numbers:
+        return None
+    return math.fsum(numbers) / len(numbers)
 
 
 def _compute_hours(ended: Mapping[str, Any]) -> float | None:

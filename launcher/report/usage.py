@@ -3,6 +3,8 @@
 The charts are SVG over the clock, made here: these samples have no steps, and no script is needed.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,7 +63,9 @@ def section(entries: Sequence[PageRun]) -> Html:
             charts = _build_charts(usage.read_usage(machine))
             if not charts:
                 continue
-            node = "" if machine.path == path else f" {machine.path.name}"
+            node = ""
+            if machine.path != path:
+                node = f" {machine.path.name}"
             if len(entries) > 1 or node:
                 parts.append(tag("h3", entry.heading, node))
             parts.append(tag("div", *map(_render_chart, charts), class_="grid"))
@@ -121,7 +125,9 @@ def _keep_drawable(by_label: Mapping[str, Sequence[UsagePoint]]) -> list[UsageLi
 
 
 def _to_percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+    if share is None:
+        return None
+    return 100 * share
 
 
 def _render_chart(chart: UsageChart) -> Html:
@@ -144,19 +150,17 @@ def _choose_colour(number: int) -> str:
 
 def _render_svg(chart: UsageChart) -> Html:
     duration = max(line.points[-1].seconds for line in chart.lines) or 1.0
-    top = chart.top or _find_largest_value(chart) or 1.0
+    values = [point.value for line in chart.lines for point in line.points]
+    top = chart.top or max(values) or 1.0
     parts = list(_render_axes(duration, top))
     for number, line in enumerate(chart.lines):
-        for stretch in _split_at_gaps(_thin_points(line.points)):
+        points = _thin_points(line.points)
+        for stretch in _split_at_gaps(points):
             places = " ".join(_place_point(point, duration, top) for point in stretch)
             parts.append(f'<polyline class="{_choose_colour(number)}" points="{places}"/>')
     label = text(f"{chart.title} over {_format_duration(duration)}")
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
     return Html(f'<svg class="usage" {box}>{"".join(parts)}</svg>')
-
-
-def _find_largest_value(chart: UsageChart) -> float:
-    return max(point.value for line in chart.lines for point in line.points)
 
 
 def _render_axes(duration: float, top: float) -> Iterable[str]:
@@ -179,11 +183,11 @@ def _place_point(point: UsagePoint, duration: float, top: float) -> str:
 
 def _thin_points(points: Sequence[UsagePoint]) -> list[UsagePoint]:
     """At most `_POINTS` points: of each group of neighbours the end and the mean."""
-    size = -(-len(points) // _POINTS)
+    size = math.ceil(len(points) / _POINTS)
     thinned = []
     for begin in range(0, len(points), size):
         group = points[begin : begin + size]
-        mean = sum(point.value for point in group) / len(group)
+        mean = statistics.fmean(point.value for point in group)
         thinned.append(UsagePoint(group[-1].seconds, mean))
     return thinned
 
@@ -215,11 +219,12 @@ def _render_statistics(charts: Sequence[UsageChart]) -> Html:
     rows = []
     for chart in charts:
         for line in chart.lines:
-            name = f"{chart.title}, {line.label}" if line.label else chart.title
+            name = chart.title
+            if line.label:
+                name += f", {line.label}"
             values = [point.value for point in line.points]
-            mean = sum(values) / len(values)
             row = [name]
-            for value in (mean, min(values), max(values)):
+            for value in (statistics.fmean(values), min(values), max(values)):
                 row.append(f"{figure(value, 3)} {chart.unit}")
             rows.append(row)
     head = ("", "mean", "least", "most")

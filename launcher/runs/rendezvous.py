@@ -53,8 +53,8 @@ def fill_placeholders(argv: Sequence[str], rendezvous: Rendezvous | None) -> tup
     values = {RANK: str(rendezvous.rank), ADDRESS: rendezvous.address, PORT: str(rendezvous.port)}
     for option, placeholder in [*OPTIONS.items(), *TORCHRUN.items()]:
         if option in words:
-            index = words.index(option) + 1
-            words[index : index + 1] = [values[placeholder]]
+            index = words.index(option)
+            words[index + 1] = values[placeholder]
     return tuple(words)
 
 

@@ -13,13 +13,13 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.errors import NotReady, not_ready, usage
+from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
 from launcher.lazy_dataclass import dataclass
@@ -421,19 +421,23 @@ def find_run(name: str) -> RunFolder | None:
         path for path in _find_known_paths() if path.name.startswith(name)
     )
     exact = [path for path in matches if path.name == name]
+    if len(exact) > 1:
+        raise _refuse_ambiguous(name, list(map(str, exact)))
     if exact:
-        matches = exact
+        return RunFolder(exact[0])
+    if len(matches) > 1:
+        raise _refuse_ambiguous(name, [path.name for path in matches])
     if not matches:
         matches = _find_existing_runs(path for path in _find_known_paths() if _has_name(path, name))
-        # folders begin with the time
-        matches = sorted(matches, key=lambda path: path.name)[-1:]
     if not matches:
         return None
-    if len(matches) > 1:
-        shown = [str(path) if exact else path.name for path in matches[-5:]]
-        message = f"{len(matches)} runs match `{name}`"
-        raise usage("ambiguous-run", message, f"such as {', '.join(shown)}")
-    return RunFolder(matches[0])
+    # folders begin with the time, and the last is the newest
+    return RunFolder(matches[-1])
+
+
+def _refuse_ambiguous(name: str, matches: Sequence[str]) -> UsageError:
+    message = f"{len(matches)} runs match `{name}`"
+    return usage("ambiguous-run", message, f"such as {', '.join(matches[-5:])}")
 
 
 def _has_name(path: Path, name: str) -> bool:
@@ -457,7 +461,9 @@ def _find_last_run() -> RunFolder | None:
     for folder in folders:
         if has_begun(folder):
             return folder
-    return folders[0] if folders else None
+    if not folders:
+        return None
+    return folders[0]
 
 
 def _order_by_start(run: RunSummary) -> tuple[float, str]:

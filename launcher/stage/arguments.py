@@ -10,7 +10,7 @@ from typing import Any
 from launcher.artifacts import chat_template
 from launcher.config import keys
 from launcher.config.load import Config
-from launcher.errors import Finding, Layer, brief
+from launcher.errors import Finding, Layer, brief, errors
 from launcher.upstream import history, locate
 from launcher.upstream.citations import rendered
 from launcher.upstream.entry import DATA_FILE
@@ -40,14 +40,15 @@ def find_missing(
 
     Nothing is said of the keys in `reported`.
     """
-    names = parse_names(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
+    names = {*parse_names(schema, config.args), *entry.derived, entry.names.output}
     if "batch" in config.options:
         names |= {entry.names.per_device, entry.names.accumulation}
     for name, field in schema.fields.items():
-        if field.required and name not in names and f"args.{name}" not in reported:
-            message = f"`{name}` must be given: it has no default  ({field.where})"
-            help = f"add `{name}: ...`; its type is {field.type}"
-            yield _report_error("parser", "missing-argument", name, message, help)
+        if not field.required or name in names or f"args.{name}" in reported:
+            continue
+        message = f"`{name}` must be given: it has no default  ({field.where})"
+        help = f"add `{name}: ...`; its type is {field.type}"
+        yield _report_error("parser", "missing-argument", name, message, help)
 
 
 def _report_error(layer: Layer, code: str, name: str, message: str, help: str) -> Finding:
@@ -75,7 +76,7 @@ def reported_keys(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
-    reported = {fault.key for fault in faults if fault.severity == "error"}
+    reported = {fault.key for fault in errors(faults)}
     names = tuple(schema.fields)
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
@@ -150,9 +151,12 @@ def _report_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: A
     if flag is None:
         return finding
     if flag.negated:
-        layer: Layer = "launch" if value == [] else "parser"
         help = f"write `{flag.name}: true` or `{flag.name}: false`"
-        return replace(finding, layer=layer, code="negated-key", help=help)
+        finding = replace(finding, code="negated-key", help=help)
+        if value == []:
+            # nobody but launch objects to a flag without a value
+            finding = replace(finding, layer="launch")
+        return finding
     if schema.refusal(flag.name, schema.words(key, value)) is not None:
         return finding
     # argparse takes the abbreviation silently: only launch objects
@@ -165,9 +169,11 @@ def _report_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: A
 def find_lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
     """Arguments that `--fix` made comments, and about whose meaning nobody has decided yet."""
     for kept in config.kept:
+        if kept.key in schema.fields or kept.key in config.args:
+            # somebody decided: it is an argument again
+            continue
         meaning = entry.lost.get(kept.key)
-        is_back = kept.key in schema.fields or kept.key in config.args
-        if meaning is None or is_back or not meaning.mattered(kept.value):
+        if meaning is None or not meaning.mattered(kept.value):
             continue
         now = rendered(meaning.now)
         message = f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {now}"
@@ -185,8 +191,10 @@ def _report_inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
         help = chat_template.WRITE_IT
     elif "tokenizer_name_or_path" in schema.fields:
         help = chat_template.PUT_IT_BESIDE
-    # argparse takes the beginning of a field's name for the field
-    layer: Layer = "parser" if schema.taken_as(key) is None else "launch"
+    layer: Layer = "parser"
+    if schema.taken_as(key) is not None:
+        # argparse takes the beginning of a field's name for the field
+        layer = "launch"
     return _report_error(layer, "inline-template", key, message, help)
 
 

@@ -14,6 +14,7 @@ from launcher.errors import brief, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.stage import rows as data_rows
+from launcher.stage.options import Batch
 from launcher.upstream.trainers import BACKENDS
 from launcher.upstream.trl import PIN as TRL_PIN
 
@@ -27,8 +28,6 @@ class Row(NamedTuple):
 
 
 Rows = dict[str, Row]
-# the trainers' defaults
-_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 _ROWS = 32
 """Rows per optimizer step of a new file, or as near as the number of GPUs allows."""
 _TOKENS = 2048
@@ -54,7 +53,7 @@ class Draft:
     mixed_precision: str | None = None
     name: str | None = None
     slurm: dict[str, str | bool] = field(default_factory=dict)
-    batch: tuple[int, int] | None = None
+    batch: Batch | None = None
     rows: Rows = field(default_factory=dict)
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)
     unneeded: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -66,7 +65,9 @@ class Draft:
         """How the stage is started on the devices that it was written for."""
         gpus = 1 if self.gpus is None else self.gpus
         command = f"launch {self.stage} {path} --gpus {gpus}"
-        return command if self.nodes == 1 else f"{command} --nodes {self.nodes}"
+        if self.nodes != 1:
+            command = f"{command} --nodes {self.nodes}"
+        return command
 
     def add_file(self, name: str, text: str) -> str:
         """Have a file written beside the stage file; its name until `place_files` says where."""
@@ -125,9 +126,9 @@ class Draft:
                 _render_line("mixed_precision", Row(self.mixed_precision, "bf16, fp16 or no"))
             )
         if self.batch is not None:
-            total, per_device = self.batch
-            batch = f"batch: {{global: {total}, per_device: {per_device}}}"
-            lines.append(f"{batch:<42}# rows per step; accumulation follows from --gpus")
+            batch = self.batch
+            line = f"batch: {{global: {batch.total}, per_device: {batch.per_device}}}"
+            lines.append(f"{line:<42}# rows per step; accumulation follows from --gpus")
         if self.slurm:
             lines.append(_render_line("slurm", Row(self.slurm, "for --slurm")))
         return lines
@@ -139,19 +140,24 @@ def _render_reasons(title: str, settings: Mapping[str, tuple[str, str]]) -> list
         return []
     lines = ["", f"# {title}:"]
     for key, (value, why) in settings.items():
-        lines.append(_render_comment(f"{key}: {value}  ({why})" if value else f"{key}: {why}"))
+        text = f"{key}: {why}"
+        if value:
+            text = f"{key}: {value}  ({why})"
+        lines.append(_render_comment(text))
     return lines
 
 
 def _render_comment(text: str) -> str:
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    return f"#   {printable}"
+    for character in set(text):
+        if not character.isprintable():
+            text = text.replace(character, " ")
+    return f"#   {text}"
 
 
 def _render_argument(key: str, row: Row) -> list[str]:
     """The lines of one argument; of a list of mappings one line a key."""
-    values = row.value if isinstance(row.value, list) else []
-    if row.off or not any(isinstance(value, dict) for value in values):
+    is_list = isinstance(row.value, list)
+    if row.off or not is_list or not any(isinstance(item, dict) for item in row.value):
         return [f"  {_render_line(key, row, 40)}"]
     block = yaml.safe_dump({key: row.value}, sort_keys=False, width=10**6, allow_unicode=True)
     return [f"  {line}" for line in block.splitlines()]
@@ -162,7 +168,9 @@ def _render_line(key: str, row: Row, width: int = 42) -> str:
     text = f"{key}: {value.strip().removesuffix('...').strip()}"
     if row.off:
         text = f"# {text}"
-    return f"{text:<{width - 1}} # {row.comment}" if row.comment else text
+    if row.comment:
+        text = f"{text:<{width - 1}} # {row.comment}"
+    return text
 
 
 def new(
@@ -183,7 +191,7 @@ def new(
     `is_pinned`: it is for the release of TRL whose templates launch knows. Raises UsageError if the
     rows have to be converted first, or if TRL cannot load the file alone.
     """
-    rows = data_rows.look(data, stage, backend, environ)
+    rows = data_rows.read_rows(data, stage, backend, environ)
     if rows is not None:
         _require_readable(rows, stage, backend)
     draft = Draft(stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus)
@@ -192,21 +200,21 @@ def new(
     elif BACKENDS[backend].STAGES[stage].needs_process_group:
         # one GPU crashes without it, and the CPU leaves it out
         draft.deepspeed = "zero2"
-    per_device = 4 if stage == "sft" else 2
+    per_device = _PER_DEVICE[stage]
     on_all = per_device * max(1, gpus)
-    draft.batch = (on_all * max(1, _ROWS // on_all), per_device)
+    total = on_all * max(1, _ROWS // on_all)
+    draft.batch = Batch(total=total, per_device=per_device)
     draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
-    draft.rows |= _draft_trl(stage, data) if backend == "trl" else _draft_open_instruct(stage, data)
-    draft.rows["output_dir"] = Row(output)
-    length = "max_length" if backend == "trl" else "max_seq_length"
-    draft.rows[length] = _choose_length(model, environ)
+    length = _choose_length(model, environ)
+    if backend == "trl":
+        draft.rows |= _draft_trl(stage, data, output, length)
+    else:
+        draft.rows |= _draft_open_instruct(stage, data, output, length)
     if lora:
         draft.rows |= _LORA[backend]
         # dpo_tune_cache.py reads it only without LoRA
         draft.rows.pop("activation_memory_budget", None)
-        draft.rows["learning_rate"] = Row(
-            2e-4 if stage == "sft" else 2e-5, "LoRA needs about ten times more"
-        )
+        draft.rows["learning_rate"] = Row(_LORA_RATE[stage], "LoRA needs about ten times more")
     if gpus > 0 and backend == "trl":
         draft.rows["dtype"] = Row("bfloat16", "TRL loads in float32 otherwise")
         if stage == "dpo" and not lora:
@@ -235,6 +243,8 @@ _LORA: Mapping[str, Rows] = {
     },
 }
 """The arguments of LoRA, by trainer."""
+_LORA_RATE = {"sft": 2e-4, "dpo": 2e-5}
+_PER_DEVICE = {"sft": 4, "dpo": 2}
 
 
 def _choose_length(model: str, environ: Mapping[str, str]) -> Row:
@@ -252,15 +262,12 @@ def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
     if form is None:
         return
     trainer = "TRL" if backend == "trl" else "open-instruct"
-    source = rows.convertible
-    output = Path("converted/train.jsonl")
+    source = str(rows.convertible)
     unread = f"which {trainer}'s {stage.upper()} does not read"
-    command = f"launch data convert {shlex.quote(str(source))} -o {output}"
-    raise usage(
-        "bad-data",
-        f"{source} has rows of the form {form.name}, {unread}",
-        f"{command} writes {form.into}; then --data {output}",
-    )
+    message = f"{source} has rows of the form {form.name}, {unread}"
+    output = "converted/train.jsonl"
+    command = f"launch data convert {shlex.quote(source)} -o {output}"
+    raise usage("bad-data", message, f"{command} writes {form.into}; then --data {output}")
 
 
 _ANSWERS_ALONE = "the loss counts the answers alone, not the questions"
@@ -309,7 +316,7 @@ def _find_mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bo
     return None
 
 
-def _draft_trl(stage: str, data: str) -> Rows:
+def _draft_trl(stage: str, data: str, output: str, length: Row) -> Rows:
     if stage == "dpo":
         columns = "`chosen` and `rejected`"
         learning_rate = 5e-7
@@ -332,8 +339,8 @@ def _draft_trl(stage: str, data: str) -> Rows:
         comment = f"all data files of this folder: {comment}"
     return {
         "dataset_name": Row(data, comment),
-        "output_dir": Row(f"output/{stage}"),
-        "max_length": Row(_TOKENS),
+        "output_dir": Row(output),
+        "max_length": length,
         **of_stage,
         "num_train_epochs": Row(1),
         "learning_rate": Row(learning_rate),
@@ -349,10 +356,12 @@ def _draft_trl(stage: str, data: str) -> Rows:
 
 def _name_folder(folder: str) -> str:
     """A folder as `load_dataset` takes it for one: `json` alone is the name of a reader."""
-    return f"./{folder}" if folder in sources.LOADERS else folder
+    if folder in sources.LOADERS:
+        return f"./{folder}"
+    return folder
 
 
-def _draft_open_instruct(stage: str, data: str) -> Rows:
+def _draft_open_instruct(stage: str, data: str, output: str, length: Row) -> Rows:
     amount = 'the data set and its share: 0.5 is half of it, "200" are 200 rows'
     data_row = Row([data, 1.0], amount)
     if stage == "sft":
@@ -380,8 +389,8 @@ def _draft_open_instruct(stage: str, data: str) -> Rows:
     return {
         "chat_template_name": Row("tulu"),
         data_key: data_row,
-        "max_seq_length": Row(_TOKENS),
-        "output_dir": Row(f"output/{stage}"),
+        "max_seq_length": length,
+        "output_dir": Row(output),
         "do_not_randomize_output_dir": Row(True, "or upstream appends its exp_name"),
         **training,
         "logging_steps": Row(1),

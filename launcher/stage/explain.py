@@ -39,6 +39,14 @@ class Here:
     words: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
+    def lines(self) -> Iterator[str]:
+        origin = self.origin
+        if self.via is not None:
+            origin = f"{origin}, {self.via}"
+        yield f"  here       {brief(self.value)}  ({origin})"
+        for finding in self.findings:
+            yield f"  {finding.severity:<9}  {finding.message}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
@@ -83,12 +91,12 @@ class Explained:
             "type": field and field.type,
             "default": field and _find_default(field),
             "required": field and field.required,
-            "choices": list(field.choices) if field else [],
+            "choices": [] if field is None else list(field.choices),
             "defined": field and field.where,
             "owner": field and field.owner,
             "reads": None if self.reads is None else _dump_reads(self.reads),
             "beside": beside,
-            "shadowed_by": list(shadow.by) if shadow else [],
+            "shadowed_by": [] if shadow is None else list(shadow.by),
             "advice": self.advice,
             "here": self.in_file and asdict(self.in_file),
             "history": list(map(_dump_event, self.history)),
@@ -111,10 +119,7 @@ class Explained:
                 own = f"launch's own of that name goes beside `args:`: {option.shape}"
                 yield f"  option     {own}"
         if self.in_file is not None:
-            via = f", {self.in_file.via}" if self.in_file.via else ""
-            yield f"  here       {brief(self.in_file.value)}  ({self.in_file.origin}{via})"
-            for finding in self.in_file.findings:
-                yield f"  {finding.severity:<9}  {finding.message}"
+            yield from self.in_file.lines()
         for event in self.history:
             yield f"  history    {history.sentence(event)}"
 
@@ -125,10 +130,7 @@ class Explained:
         # names fit into one line, an explanation gets its own
         if words and not any(" " in word for word in words):
             words = [", ".join(words)]
-        label = "values"
-        for word in words:
-            yield f"  {label:<9}  {word}"
-            label = ""
+        yield from _label_first("values", words)
         yield f"  default    {option.default}"
 
     def _render_field(self, field: Field) -> Iterator[str]:
@@ -140,7 +142,10 @@ class Explained:
         yield f"  type       {field.type}"
         if field.choices:
             yield f"  choices    {', '.join(map(str, field.choices))}"
-        yield f"  default    {'none, it must be given' if field.required else _find_default(field)}"
+        default = _find_default(field)
+        if field.required:
+            default = "none, it must be given"
+        yield f"  default    {default}"
         yield f"  defined    {field.where}  ({field.owner})"
         yield from self._render_reads()
 
@@ -156,15 +161,24 @@ class Explained:
             yield "  read       no read found: it does nothing here"
         entry = entry_of(self.schema)
         for read in reads[:_MOST_READS]:
+            line = f"  read       {read.where}"
             conditions = unused.condition_of(read, entry)
-            when = f"  where {' and '.join(conditions)}" if conditions else ""
-            yield f"  read       {read.where}{when}"
+            if conditions:
+                line = f"{line}  where {' and '.join(conditions)}"
+            yield line
         more = len(reads) - _MOST_READS
         if more > 0:
             yield f"             and in {more} more places: --format json"
         for script, reads_beside in self.schema.beside.items():
             for read in reads_beside.get(self.key, ())[:1]:
                 yield f"  beside     {script} reads it too: {read.where}"
+
+
+def _label_first(label: str, texts: Sequence[str]) -> Iterator[str]:
+    """A line for each text, the first with a label."""
+    for text in texts:
+        yield f"  {label:<9}  {text}"
+        label = ""
 
 
 def _dump_option(option: Key, words: Sequence[str]) -> dict[str, object]:
@@ -208,9 +222,13 @@ def explain(
             explained.append(_explain_key(name, judged.schema, judged.upstream, in_file))
         return explained
     explained = []
-    for chosen in [backend] if backend else BACKENDS:
+    for chosen in BACKENDS:
+        if backend not in (None, chosen):
+            continue
         source = locator.find(chosen)
-        for name_of_stage in [stage_name] if stage_name else STAGES:
+        for name_of_stage in STAGES:
+            if stage_name not in (None, name_of_stage):
+                continue
             schema = locator.schema(chosen, name_of_stage)
             for name in _find_names(key, schema, source):
                 explained.append(_explain_key(name, schema, source, None))
@@ -221,15 +239,16 @@ def _find_names(key: str, schema: Schema, source: Upstream) -> list[str]:
     """The arguments that a key means: itself, those of an idea, or those that have it as a word."""
     if key in KEYS or _explain_key(key, schema, source, None).known:
         return [key]
-    meant = {*IDEAS.get(key, ())}
-    for names_there in FOREIGN.values():
-        meant.add(names_there.get(key, ""))
+    meant = [*IDEAS.get(key, ())]
+    for tool_names in FOREIGN.values():
+        meant.append(tool_names.get(key, ""))
     names = [name for name in schema.fields if name in meant]
-    if not names:
-        names = [name for name in schema.fields if key in name.split("_")]
-        if len(names) > _MOST_NAMES:
-            return [key]
-    return names or [key]
+    if names:
+        return names
+    names = [name for name in schema.fields if key in name.split("_")]
+    if 1 <= len(names) <= _MOST_NAMES:
+        return names
+    return [key]
 
 
 IDEAS: Mapping[str, tuple[str, ...]] = {
@@ -263,11 +282,13 @@ def notes(schema: Schema) -> dict[str, list[str]]:
     for name, reads in schema.path.reads.items():
         alternatives = [unused.condition_of(read, entry) for read in reads]
         if not reads:
-            lines[name] = [f"no read found: {unused.instead(schema, entry, name)}"]
+            lines[name] = [f"no read found: {unused.suggest_instead(schema, entry, name)}"]
         elif all(alternatives):
             shortest = min(alternatives, key=len)
-            more = " (and elsewhere)" if len(alternatives) > 1 else ""
-            lines[name] = [f"read only where {unused.shown(shortest)}{more}"]
+            line = f"read only where {unused.join_conditions(shortest)}"
+            if len(alternatives) > 1:
+                line = f"{line} (and elsewhere)"
+            lines[name] = [line]
     return lines
 
 
@@ -283,7 +304,16 @@ def near(key: str) -> list[str]:
 
 def _explain_key(key: str, schema: Schema, source: Upstream, in_file: Here | None) -> Explained:
     field = schema.fields.get(key)
+    advice = None
+    meaning = None
+    if field is None:
+        advice = _find_advice(key, schema)
+    else:
+        meaning = meaning_of(source, field)
     option = KEYS.get(key)
+    words: tuple[str, ...] = ()
+    if option is not None:
+        words = _list_words(option, schema)
     return Explained(
         key=key,
         stage=schema.stage,
@@ -291,10 +321,10 @@ def _explain_key(key: str, schema: Schema, source: Upstream, in_file: Here | Non
         schema=schema,
         field=field,
         option=option,
-        words=() if option is None else _list_words(option, schema),
+        words=words,
         reads=schema.path.reads.get(key),
-        meaning=None if field is None else meaning_of(source, field),
-        advice=_find_advice(key, schema) if field is None else None,
+        meaning=meaning,
+        advice=advice,
         in_file=in_file,
         history=locate.past(source, schema.script, key),
     )
@@ -328,13 +358,13 @@ def _find_value_in_file(
     if key in KEYS and field is None and key not in config.args:
         if config.options.get(key) is None:
             return None
-        faults = [f for f in judged.findings if (f.key or "").partition(".")[0] == key]
-        origin = str(config.origin(key))
-        return Here(value=config.options[key], origin=origin, findings=tuple(faults))
-    faults = [f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}"]
+        faults = _find_faults(judged, key, ".")
+        return Here(value=config.options[key], origin=str(config.origin(key)), findings=faults)
+    faults = _find_faults(judged, f"args.{key}", "[")
     if key in derived:
         value, origin = derived[key]
-    elif config.args.get(key) is not None:
+        return Here(value=value, origin=origin, findings=faults)
+    if config.args.get(key) is not None:
         value = config.args[key]
         place = config.origin(f"args.{key}")
         via = None
@@ -345,17 +375,24 @@ def _find_value_in_file(
             words = tuple(schema.words(key, value))
         # with its key, as a password has no shape
         value, words = config.redactor.redact({key: (value, words)})[key]
-        return Here(value=value, origin=str(place), via=via, words=words, findings=tuple(faults))
-    elif field is None:
+        return Here(value=value, origin=str(place), via=via, words=words, findings=faults)
+    if field is None:
         return None
-    else:
-        value = _find_default(field)
-        origin = f"default, {field.where}"
-        fixed = entry_of(schema).derived.get(key)
-        if fixed is not None:
-            value = fixed[0]
-            origin = f"set by launch: {fixed[1]}"
-    return Here(value=value, origin=origin, findings=tuple(faults))
+    fixed = entry_of(schema).derived.get(key)
+    if fixed is not None:
+        value, reason = fixed
+        return Here(value=value, origin=f"set by launch: {reason}", findings=faults)
+    return Here(value=_find_default(field), origin=f"default, {field.where}", findings=faults)
+
+
+def _find_faults(judged: stage.Judged, key: str, separator: str) -> tuple[Finding, ...]:
+    """The findings about a key, or about a part of its value, which a separator precedes."""
+    findings = []
+    for finding in judged.findings:
+        name, _, _ = (finding.key or "").partition(separator)
+        if name == key:
+            findings.append(finding)
+    return tuple(findings)
 
 
 def _list_words(key: Key, schema: Schema) -> tuple[str, ...]:
@@ -375,17 +412,25 @@ def _list_words(key: Key, schema: Schema) -> tuple[str, ...]:
 def _describe_part(part: Key) -> str:
     if part.words:
         return f"{part.name}: {', '.join(part.words)}"
-    default = "" if part.default == "none" else f", {part.default} unless set"
-    return f"{part.name}: {part.shape}{default}; {part.meaning}"
+    shape = part.shape
+    if part.default != "none":
+        shape = f"{shape}, {part.default} unless set"
+    return f"{part.name}: {shape}; {part.meaning}"
 
 
 def _describe_limits(limit: gates.Limit) -> str:
-    limits = {"red": limit.red, "yellow": limit.yellow}
-    return ", ".join(f"{colour} {at:g}" for colour, at in limits.items() if at is not None)
+    limits = []
+    if limit.red is not None:
+        limits.append(f"red {limit.red:g}")
+    if limit.yellow is not None:
+        limits.append(f"yellow {limit.yellow:g}")
+    return ", ".join(limits)
 
 
 def _find_default(field: Field) -> Any:
-    return field.default if field.default_text is None else field.default_text
+    if field.default_text is not None:
+        return field.default_text
+    return field.default
 
 
 def pipeline_lines(key: Key) -> Iterator[str]:
@@ -393,8 +438,7 @@ def pipeline_lines(key: Key) -> Iterator[str]:
     yield f"{key.name}  (a key of pipeline files)"
     yield f"  meaning    {key.meaning}"
     yield f"  type       {key.shape}"
-    for number, part in enumerate(key.parts):
-        yield f"  {'' if number else 'values':<9}  {_describe_part(part)}"
+    yield from _label_first("values", [_describe_part(part) for part in key.parts])
     yield f"  default    {key.default}"
 
 

@@ -84,7 +84,11 @@ class Fix:
     def with_reasons(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Findings of the file as it is now, with the reasons why some were not fixed."""
         helps = {_identify(finding): finding.help for finding in self.left}
-        return tuple(replace(f, help=helps.get(_identify(f), f.help)) for f in findings)
+        explained = []
+        for finding in findings:
+            help = helps.get(_identify(finding), finding.help)
+            explained.append(replace(finding, help=help))
+        return tuple(explained)
 
     def as_json(self) -> dict[str, object]:
         changes = [change._asdict() for change in self.changes]
@@ -137,8 +141,10 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
 def _add_reason(finding: Finding, reason: str | None) -> Finding:
     if reason is None:
         return finding
-    before = f"{finding.help}; " if finding.help else ""
-    return replace(finding, help=f"{before}--fix leaves it: {reason}")
+    help = f"--fix leaves it: {reason}"
+    if finding.help:
+        help = f"{finding.help}; {help}"
+    return replace(finding, help=help)
 
 
 def apply(fix: Fix) -> None:
@@ -154,13 +160,15 @@ def apply(fix: Fix) -> None:
     if old.removeprefix(BOM).decode("utf-8", "replace") != fix.before:
         message = "was changed in the meantime, and not written"
         raise NotReady(bad(fix.path, "file-changed", message, None, "run it again"))
-    mark = BOM if old.startswith(BOM) else b""
+    new = fix.after.encode("utf-8")
+    if old.startswith(BOM):
+        new = BOM + new
     try:
         mode = target.stat().st_mode
         # replacing a file needs the folder's permission only: the file's own is tested here
         if not mode & 0o222 or not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "it is read-only")
-        files.write_bytes(target, mark + fix.after.encode("utf-8"), mode=0o600)
+        files.write_bytes(target, new, mode=0o600)
         target.chmod(mode & 0o7777)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
@@ -226,13 +234,14 @@ class _File:
     def written(self, key: str) -> _Argument | None:
         """Where an argument is written in this file; the last place of several."""
         argument: _Argument | None = None
-        node: Any = self.root
+        node = self.root
         for name in (*_ARGS[self.judged.config.shape], key):
+            if not isinstance(node, yaml.MappingNode):
+                return None
             argument = None
-            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-            for pair in pairs:
-                if pair[0].value == name:
-                    argument = _Argument(node, *pair)
+            for key_node, value_node in node.value:
+                if key_node.value == name:
+                    argument = _Argument(node, key_node, value_node)
             if argument is None:
                 return None
             node = argument.value
@@ -314,18 +323,18 @@ class _File:
     def move(self, key: str, to: str, value: object = _GONE) -> _Edit:
         """Rename one argument, and change its value if one is given."""
         argument = self.find(key)
-        old = self.args.get(key)
-        new = old if value is _GONE else value
-        if self.written(to) is not None:
-            if repr(self.args.get(to)) == repr(new):
-                return self.delete(key, f"`{to}` says the same")
-            raise Declined(f"`{to}` is there too, with another value")
         spans = [self.rename(argument.key, to)]
         what = f"`{key}` -> `{to}`"
-        if value is not _GONE:
+        if value is _GONE:
+            value = self.args.get(key)
+        else:
             what = f"`{key}: {self.raw(argument.value)}` -> `{to}: {value}`"
             spans.append(self.set(argument.value, str(value)))
-        return _Edit(tuple(spans), what, {key: _GONE, to: new})
+        if self.written(to) is None:
+            return _Edit(tuple(spans), what, {key: _GONE, to: value})
+        if repr(self.args.get(to)) != repr(value):
+            raise Declined(f"`{to}` is there too, with another value")
+        return self.delete(key, f"`{to}` says the same")
 
     def as_list(self, mapping: yaml.MappingNode, amounts: Sequence[str]) -> Iterator[_Span]:
         """A mapping of names to amounts as a list of both in turn."""
@@ -334,6 +343,7 @@ class _File:
             end = mapping.end_mark.index
             yield _Span(start, start + 1, "[")
             yield _Span(end - 1, end, "]")
+        line_end = "\r\n" if "\r\n" in self.text else "\n"
         for (key, value), amount in zip(mapping.value, amounts, strict=True):
             begin = key.start_mark.index
             after = self.end(key)
@@ -341,7 +351,6 @@ class _File:
             if not mapping.flow_style:
                 yield _Span(begin, begin, "- ")
                 indent = self.text[self.line_start(begin) : begin]
-                line_end = "\r\n" if "\r\n" in self.text else "\n"
                 between = f"{line_end}{indent}- "
             if "#" in self.text[after : value.start_mark.index]:
                 raise Declined("a comment is between a name and its amount")
@@ -425,7 +434,9 @@ def _find_edit(file: _File, finding: Finding) -> _Edit | None:
         case "unknown-key":
             # another case or other separators is no guess, everything else is
             same = [name for name in file.schema.fields if _fold_name(name) == _fold_name(key)]
-            return file.move(key, same[0]) if len(same) == 1 else None
+            if len(same) != 1:
+                return None
+            return file.move(key, same[0])
     if not file.entry.mixes:
         raise Declined("which of the two is meant the file does not say")
     if key == "dataset_mixer":
@@ -455,7 +466,9 @@ def _edit_removed_key(file: _File, key: str) -> _Edit:
     if lost is not None and lost.mattered(file.args.get(key)):
         return file.comment_out(key)
     moved = file.entry.moved.get(key)
-    return file.delete(key, "nothing takes it" if moved is None else moved.why)
+    if moved is None:
+        return file.delete(key, "nothing takes it")
+    return file.delete(key, moved.why)
 
 
 def _fold_name(name: str) -> str:
@@ -487,9 +500,11 @@ def _list_dataset_name(file: _File, key: str) -> _Edit:
         raise Declined("its value is not a name")
     if not re.fullmatch(r"[\w./~@+-]+|'[^']*'|\"[^\"\\]*\"", raw):
         raw = json.dumps(value, ensure_ascii=False)
-    spans = (file.rename(argument.key, to), file.set(argument.value, f"[{raw}, 1.0]"))
-    what = f"`{key}: {brief(value)}` -> `{to}: [{brief(value)}, 1.0]`"
-    return _Edit(spans, what, {key: _GONE, to: [value, 1.0]})
+    new_key = file.rename(argument.key, to)
+    new_value = file.set(argument.value, f"[{raw}, 1.0]")
+    name = brief(value)
+    what = f"`{key}: {name}` -> `{to}: [{name}, 1.0]`"
+    return _Edit((new_key, new_value), what, {key: _GONE, to: [value, 1.0]})
 
 
 def _list_dataset_mixer(file: _File, key: str) -> _Edit:
@@ -503,19 +518,23 @@ def _list_dataset_mixer(file: _File, key: str) -> _Edit:
         return file.delete(key, "it is empty")
     _require_alone(file, key, (*_DATA, to))
     argument = file.find(key)
-    node: Any = argument.value
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    names = [name.value for name, _ in pairs]
-    if not isinstance(mixer, dict) or names != list(mixer):
+    node = argument.value
+    if (
+        not isinstance(mixer, dict)
+        or not isinstance(node, yaml.MappingNode)
+        or [name.value for name, _ in node.value] != list(mixer)
+    ):
         raise Declined("not every entry is there exactly once")
     amounts = _convert_amounts(mixer)
     raw: list[str] = []
     listed: list[object] = []
-    for (_, value), name, amount in zip(pairs, mixer, amounts, strict=True):
+    for (_, value), name, amount in zip(node.value, mixer, amounts, strict=True):
         listed += [name, amount]
-        # as written, unless it becomes another number: 1 is a count in a list, 1.0 a share
-        is_same = repr(mixer[name]) == repr(amount)
-        raw.append(file.raw(value) if is_same else str(amount))
+        written = str(amount)
+        # 1 is a count in a list, 1.0 a share
+        if repr(mixer[name]) == repr(amount):
+            written = file.raw(value)
+        raw.append(written)
     spans = (file.rename(argument.key, to), *file.as_list(node, raw))
     what = f"`{key}` -> `{to}`, names and amounts in turn"
     return _Edit(spans, what, {key: _GONE, to: listed})
@@ -544,7 +563,9 @@ def _convert_amounts(mixer: Mapping[str, Any]) -> list[float | int]:
             raise Declined(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
         if are_mixed and _is_count(value) and value == 1:
             raise Declined(f"the amount 1 of {brief(name)} may be a share or a count")
-    return amounts if are_counts else [float(value) for value in amounts]
+    if are_counts:
+        return amounts
+    return [float(value) for value in amounts]
 
 
 def _is_count(amount: Any) -> bool:

@@ -173,7 +173,9 @@ def _parse_limit(default: Limit, value: Any) -> Limit:
         return default
     if value is False or value == "off":
         return Limit()
-    content = value if isinstance(value, Mapping) else {"red": value}
+    content = value
+    if not isinstance(value, Mapping):
+        content = {"red": value}
     if not content or not content.keys() <= {"red", "yellow"}:
         raise ValueError
     changes: dict[str, float | None] = dict.fromkeys(content)
@@ -195,7 +197,7 @@ class Mean(NamedTuple):
     error: float = 0.0
 
 
-def fallen(losses: Sequence[float]) -> Mean | None:
+def measure_fall(losses: Sequence[float]) -> Mean | None:
     """By what share the mean of the last fifth is below that of the first; None without two losses.
 
     The noise is taken from the differences of neighbouring steps, so that the fall is not noise.
@@ -211,7 +213,7 @@ def fallen(losses: Sequence[float]) -> Mean | None:
     return Mean((first - last) / level, error / level)
 
 
-def settled(series: Sequence[float]) -> Mean | None:
+def average_end(series: Sequence[float]) -> Mean | None:
     """The mean of the last fifth."""
     finite = list(filter(math.isfinite, series))
     if not finite:
@@ -228,6 +230,26 @@ def _measure_noise(series: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares) / (2 * len(squares)))
 
 
+class _Side(NamedTuple):
+    """What a gate asks for: values above its limits, or below them.
+
+    `sign` is that by which an upper limit is compared as if it were a lower one.
+    """
+
+    sign: int
+    red: str
+    yellow: str
+
+    def is_past(self, value: float, red: float) -> bool:
+        limit = self.sign * red
+        # the limit itself is red for `more than`, and not for `at most`
+        return value < limit or (value == limit and self.sign > 0)
+
+
+_ABOVE = _Side(sign=1, red="more than", yellow="at least")
+_BELOW = _Side(sign=-1, red="at most", yellow="at most")
+
+
 class _Gates(NamedTuple):
     limits: Mapping[str, Limit]
 
@@ -239,36 +261,29 @@ class _Gates(NamedTuple):
         `stuck`: it is red too if noise hides whether it is past the red limit, and not that it is
         past the yellow one.
         """
-        limit = self.limits[gate]
-        is_upper = gate in _AT_MOST
-        # as if every limit were a lower one
-        sign = -1 if is_upper else 1
-        value = sign * mean.value
+        red = self.limits[gate].red
+        yellow = self.limits[gate].yellow
+        side = _BELOW if gate in _AT_MOST else _ABOVE
+        value = side.sign * mean.value
         best = value + 2 * mean.error
         colour: Colour = "green"
-        if limit.red is not None and _is_past(value, sign * limit.red, is_upper):
+        if red is not None and side.is_past(value, red):
             if mean.error:
                 text = f"{text}, give or take {2 * mean.error:.2g}"
-            is_unusual = limit.yellow is not None and best < sign * limit.yellow
-            if _is_past(best, sign * limit.red, is_upper) or (stuck and is_unusual):
+            is_unusual = yellow is not None and best < side.sign * yellow
+            if side.is_past(best, red) or (stuck and is_unusual):
                 colour = "red"
-                bound = "at most" if is_upper else "more than"
-                text = f"{text}: {bound} {limit.red:g} is asked for"
+                text = f"{text}: {side.red} {red:g} is asked for"
             else:
                 colour = "yellow"
-                text = f"{text}: noise hides whether it is past {limit.red:g}"
-        elif limit.yellow is not None:
-            typical = value if usual is None else sign * usual
-            if typical < sign * limit.yellow:
+                text = f"{text}: noise hides whether it is past {red:g}"
+        elif yellow is not None:
+            if usual is not None:
+                value = side.sign * usual
+            if value < side.sign * yellow:
                 colour = "yellow"
-                bound = "at most" if is_upper else "at least"
-                text = f"{text}: {bound} {limit.yellow:.2g} is usual"
+                text = f"{text}: {side.yellow} {yellow:.2g} is usual"
         return Flag(gate=gate, colour=colour, value=mean.value, text=text)
-
-
-def _is_past(value: float, limit: float, is_upper: bool) -> bool:
-    # the limit itself is red for `more than`, and not for `at most`
-    return value < limit if is_upper else value <= limit
 
 
 def judge_rung(
@@ -311,11 +326,13 @@ def colour_of(flags: Sequence[Flag]) -> Colour:
     colours = {flag.colour for flag in flags}
     if "red" in colours:
         return "red"
-    return "yellow" if "yellow" in colours else "green"
+    if "yellow" in colours:
+        return "yellow"
+    return "green"
 
 
 def _flag_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
-    fall = fallen(facts.losses)
+    fall = measure_fall(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
     elif facts.unproven is not None:
@@ -367,7 +384,9 @@ def _flag_machine(facts: RungFacts, base: RungFacts | None, gates: _Gates) -> It
     elif facts.failed is None:
         yield Flag(gate="tokens_per_second", colour="yellow", text="the speed was not measured")
     allocated = facts.allocated_gib
-    peak = allocated if facts.reserved_gib is None else facts.reserved_gib
+    peak = facts.reserved_gib
+    if peak is None:
+        peak = allocated
     if peak is not None and facts.card_gib:
         text = f"{peak:.1f} of {facts.card_gib:.1f} GiB"
         yield gates.flag("memory", text, Mean(peak / facts.card_gib))
@@ -392,11 +411,11 @@ def _flag_rewards(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
         first = facts.losses[0]
         text = f"first loss {first:.4f}, ln 2 is {LN2:.4f}"
         yield gates.flag("first_loss", text, Mean(abs(first - LN2) / LN2))
-    accuracy = settled(facts.accuracies)
+    accuracy = average_end(facts.accuracies)
     if accuracy is not None:
         text = f"the chosen answer has the higher reward in {accuracy.value:.0%} of pairs"
         yield gates.flag("rewards_accuracy", text, accuracy, stuck=True)
-    margin = settled(facts.margins)
+    margin = average_end(facts.margins)
     if margin is not None:
         text = f"chosen less rejected reward is {margin.value:.3g}"
         yield gates.flag("rewards_margin", text, margin)

@@ -57,15 +57,19 @@ def combined(schemas: Iterable[Schema]) -> Json:
     accepted.
     """
     schemas = list(schemas)
-    stages = [name for name in STAGES if any(schema.stage == name for schema in schemas)]
-    backends = [name for name in BACKENDS if any(schema.backend == name for schema in schemas)]
+    covered_stages = {schema.stage for schema in schemas}
+    covered_backends = {schema.backend for schema in schemas}
+    stages = [name for name in STAGES if name in covered_stages]
+    backends = [name for name in BACKENDS if name in covered_backends]
     further = [schema.key for schema in schemas if schema.key != schema.stage]
     has_own_script = len(further) < len(schemas)
     required = ["stage"]
     if DEFAULT_BACKEND not in backends:
         required.append("backend")
+    names = stages
     if not has_own_script:
         required.append("script")
+        names = further
     definitions = {}
     conditions = []
     references = []
@@ -79,11 +83,10 @@ def combined(schemas: Iterable[Schema]) -> Json:
         conditions.append(condition)
         choices.append(_build_choice(condition, reference))
     choices.append(_build_choice({"not": {"anyOf": conditions}}, {"anyOf": references}))
-    names = "+".join(stages if has_own_script else further)
     sources = dict.fromkeys(source_name(schema.backend, schema.version) for schema in schemas)
     return {
         "$schema": DRAFT,
-        "$id": f"urn:launch:stage-file:{names}-{'+'.join(backends)}",
+        "$id": f"urn:launch:stage-file:{'+'.join(names)}-{'+'.join(backends)}",
         "title": f"launch stage file ({', '.join(stages)}; {', '.join(backends)})",
         "$comment": f"made by `launch schema --json-schema` from {', '.join(sources)}",
         "type": "object",
@@ -100,15 +103,18 @@ def _build_choice(condition: Json, args: Json) -> Json:
 
 def _match_script(schema: Schema, further: Sequence[str]) -> Json:
     """The condition that a stage file belongs to this script."""
+    stage = _match_key("stage", [schema.stage])
     backend = _match_key("backend", [schema.backend])
     if schema.backend == DEFAULT_BACKEND:
-        unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
-        backend = {"anyOf": [backend, unsaid]}
+        backend = {"anyOf": [backend, _NO_BACKEND]}
     script = _match_key("script", [schema.key])
     if schema.key == schema.stage:
         script = {"not": _match_key("script", further)}
-    stage = _match_key("stage", [schema.stage])
     return {"allOf": [stage, backend, script]}
+
+
+# a parent may name another one
+_NO_BACKEND: Json = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
 
 
 def _match_key(key: str, values: Sequence[str]) -> Json:
@@ -118,27 +124,12 @@ def _match_key(key: str, values: Sequence[str]) -> Json:
 def _build_options(
     stages: Sequence[str], backends: Sequence[str], schemas: Sequence[Schema]
 ) -> Json:
-    scripts = {s.key: BACKENDS[s.backend].STAGES[s.key].script for s in schemas}
-    files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
-    script = _build_word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
-    script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
-    attention = [
-        _build_enum("attention", KEYS["attention"].words),
-        {"type": "string", "pattern": "/"},
-    ]
-    in_order = {
-        "title": "attention (in order)",
-        "type": "array",
-        "minItems": 1,
-        "uniqueItems": True,
-        "items": {"anyOf": attention},
-    }
     types: dict[str, Json] = {
         "stage": _build_word("stage", stages),
         "backend": _build_word("backend", backends, [None]),
-        "script": script,
+        "script": _build_script(schemas),
         "deepspeed": _build_word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
-        "attention": {"anyOf": [in_order, *attention, _accept_silently("attention", [None])]},
+        "attention": _build_attention(),
         # sbatch knows which options there are
         "slurm": {
             "type": ["object", "null"],
@@ -156,9 +147,33 @@ def _build_options(
     }
     options = {}
     for name, key in KEYS.items():
-        type_of_key = types[name] if name in types else _build_option(key)
+        type_of_key = types.get(name) or _build_option(key)
         options[name] = {"title": name, "description": key.meaning, **type_of_key}
     return options
+
+
+def _build_script(schemas: Sequence[Schema]) -> Json:
+    """The key of a script, or a path that ends in its file name."""
+    scripts = {}
+    for schema in schemas:
+        scripts[schema.key] = BACKENDS[schema.backend].STAGES[schema.key].script
+    files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
+    script = _build_word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
+    script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
+    return script
+
+
+def _build_attention() -> Json:
+    """One implementation, or several in the order of preference."""
+    single = [_build_enum("attention", KEYS["attention"].words), {"type": "string", "pattern": "/"}]
+    several = {
+        "title": "attention (in order)",
+        "type": "array",
+        "minItems": 1,
+        "uniqueItems": True,
+        "items": {"anyOf": single},
+    }
+    return {"anyOf": [several, *single, _accept_silently("attention", [None])]}
 
 
 def _build_option(key: Key) -> Json:
@@ -241,7 +256,9 @@ def _build_args(schema: Schema) -> Json:
             argument |= _build_value(schema, field)
         properties[name] = argument
     for key, moved in entry.moved.items():
-        advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
+        advice = f"write `{moved.to}`"
+        if moved.to is None:
+            advice = "delete the line"
         message = f"not a field of {entry.owner}: {moved.why}; {advice}"
         refused = {
             "title": key,
@@ -261,13 +278,15 @@ def _describe_field(field: Field, entry: Entry, notes: Sequence[str]) -> str:
     default = json.dumps(field.default, default=str)
     if field.default is None:
         default = field.default_text or "none"
-    lines = [f"{field.type}, default: {default}", f"defined in {field.where}"]
+    lines = [f"{field.type}, default: {default}"]
+    lines.append(f"defined in {field.where}")
     if field.name in entry.derived:
         value, why = entry.derived[field.name]
         lines.append(f"launch sets {value} where it is not given: {why}")
     if field.name in entry.hints:
         lines.append(entry.hints[field.name])
-    return "\n".join([*lines, *notes]).replace("`", "")
+    lines += notes
+    return "\n".join(lines).replace("`", "")
 
 
 def _is_offered(schema: Schema, field: Field) -> bool:

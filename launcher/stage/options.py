@@ -2,8 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,17 @@ class Options:
 
 
 def read_stage_options(
-    config: Config, stage: str, folders: Sequence[Path] = (), fields: Collection[str] = ()
+    config: Config, stage: str, checkout: Path | None = None, fields: Collection[str] = ()
 ) -> tuple[Options, list[Finding]]:
     """The options of a config and everything wrong with them; faulty ones keep their default.
 
-    `folders` are further places (a checkout) that a relative DeepSpeed path may start from;
-    `fields` are upstream's own names, for those who write them beside `args:`.
+    A relative DeepSpeed path may start from `checkout` too. `fields` are upstream's own names, for
+    those who write them beside `args:`.
     """
     raw = config.options
-    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
+    keys = tuple(KEYS)
+    if config.shape == "wrapped":
+        keys = WRAPPED_KEYS
     findings = [_report_unknown(key, keys, fields) for key in raw if key not in keys]
     backend = "open_instruct"
     wrong_backend = backend_fault(config)
@@ -126,7 +128,29 @@ def read_stage_options(
     script, wrong_script = entry_of(config, stage, backend)
     if wrong_script is not None:
         findings.append(wrong_script)
+    values, faults = _read_values(config)
+    findings += faults
+    if values.get("attention") and BACKENDS[backend].STAGES[script].best_attention:
+        del values["attention"]
+        message = "`attention` is read for TRL only: "
+        message += "open-instruct takes the first that is installed"
+        findings.append(_report_bad("attention", message, "delete the line"))
+    deepspeed, deepspeed_name, wrong_deepspeed = _find_deepspeed(config, checkout)
+    if wrong_deepspeed is not None:
+        findings.append(wrong_deepspeed)
+    if script != stage:
+        values["script"] = script
+    options = Options(
+        stage=stage, backend=backend, deepspeed=deepspeed, deepspeed_name=deepspeed_name, **values
+    )
+    return options, findings
+
+
+def _read_values(config: Config) -> tuple[dict[str, Any], list[Finding]]:
+    """The options that do not hang on the trainer, where a file has them, and what is wrong."""
+    raw = config.options
     values: dict[str, Any] = {}
+    findings: list[Finding] = []
     for key in _BY_TABLE:
         values[key.name], faults = key.read(raw.get(key.name))
         findings += [_report_bad(*fault) for fault in faults]
@@ -134,32 +158,19 @@ def read_stage_options(
         if raw.get(name) is not None:
             values[name], faulty = _read_slurm_or_gates(config, name)
             findings += faulty
-    if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
-        values["attention"] = None
-        message = (
-            "`attention` is read for TRL only: open-instruct takes the first that is installed"
-        )
-        findings.append(_report_bad("attention", message, "delete the line"))
-    deepspeed, deepspeed_name, wrong_deepspeed = _find_deepspeed(config, folders)
-    if wrong_deepspeed is not None:
-        findings.append(wrong_deepspeed)
-    if values["batch"] is not None:
-        batch = values["batch"]
+    values["gpus"] = values.pop("num_gpus")
+    batch = values["batch"]
+    if batch is not None:
         values["batch"] = Batch(total=batch.get("global"), per_device=batch.get("per_device"))
     if values["expect"] is not None:
         values["expect"] = {point: state or "any" for point, state in values["expect"].items()}
-    values["gpus"] = values.pop("num_gpus")
     probe = values.pop("probe")
-    options = Options(
-        stage=stage,
-        backend=backend,
-        script=None if script == stage else script,
-        deepspeed=deepspeed,
-        deepspeed_name=deepspeed_name,
-        probe=None if probe is False else Watch(**_drop_none(probe or {})),
-        **_drop_none(values),
-    )
-    return options, findings
+    written = _drop_none(values)
+    if probe is False:
+        written["probe"] = None
+    elif probe is not None:
+        written["probe"] = Watch(**_drop_none(probe))
+    return written, findings
 
 
 def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +185,10 @@ def _read_slurm_or_gates(config: Config, key: str) -> tuple[Mapping[str, Any], l
     value = config.options[key]
 
     def complain(code: str, part: str, message: str, help: str | None) -> Finding:
-        place = f"{key}.{part}" if part else key
-        return replace(_report_bad(place, message, help), code=code)
+        place = key
+        if part:
+            place = f"{key}.{part}"
+        return launch_finding("error", code, message, help, key=place)
 
     if key == "slurm":
         return slurm.read_options(value, complain)
@@ -186,9 +199,13 @@ def stage_of(config: Config) -> str | None:
     """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
     if config.shape == "wrapped":
         key = _find_script_key(config.options.get("script"), "open_instruct")
-        return None if key is None else _find_stage(key)
+        if key is None:
+            return None
+        return _find_stage(key)
     stage = config.options.get("stage")
-    return stage if isinstance(stage, str) and stage in STAGES else None
+    if isinstance(stage, str) and stage in STAGES:
+        return stage
+    return None
 
 
 def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
@@ -200,17 +217,16 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     if script is None:
         return stage, None
     key = _find_script_key(script, backend)
+    entries = BACKENDS[backend].STAGES
+    names = [name for name in entries if _find_stage(name, backend) == stage]
     if key is None:
         message = f"`{brief(script)}` is not a script that launch starts"
-    elif _find_stage(key, backend) == stage:
+        names = difflib.get_close_matches(str(script), entries, n=1) or names
+    elif key in names:
         return key, None
     else:
         belongs = f"belongs to {_find_stage(key, backend)}"
         message = f"`script: {brief(script)}` {belongs}, the file's stage is {stage}"
-    entries = BACKENDS[backend].STAGES
-    names = [name for name in entries if _find_stage(name, backend) == stage]
-    if key is None:
-        names = difflib.get_close_matches(str(script), entries, n=1) or names
     return stage, _report_bad("script", message, nearest(str(script), names))
 
 
@@ -258,7 +274,9 @@ def stage_fault(config: Config) -> Finding | None:
 
 def backend_fault(config: Config) -> Finding | None:
     _, faults = KEYS["backend"].read(config.options.get("backend"))
-    return _report_bad(*faults[0]) if faults else None
+    if not faults:
+        return None
+    return _report_bad(*faults[0])
 
 
 def _report_bad(key: str, message: str, help: str | None = None) -> Finding:
@@ -285,7 +303,7 @@ def deepspeed_file(name: str) -> Path:
 
 
 def _find_deepspeed(
-    config: Config, folders: Sequence[Path]
+    config: Config, checkout: Path | None
 ) -> tuple[Path | None, str, Finding | None]:
     """The DeepSpeed file, its name, and what is wrong with them."""
     value = config.options.get("deepspeed")
@@ -295,7 +313,10 @@ def _find_deepspeed(
         return deepspeed_file(value), str(value), None
     if isinstance(value, str):
         # where launch was started, or beside the stage file
-        for folder in (Path(), config.path.parent, *folders):
+        folders = [Path(), config.path.parent]
+        if checkout is not None:
+            folders.append(checkout)
+        for folder in folders:
             path = folder / expanded(value)
             if is_file(path):
                 return path.absolute(), path.stem, None

@@ -44,21 +44,27 @@ class Rows:
     def convertible(self) -> Path:
         """What to give to `launch data convert`: the only file, or the folder."""
         files = self.source.files
-        return files[0] if len(files) == 1 else Path(self.source.name)
+        if len(files) == 1:
+            return files[0]
+        return Path(self.source.name)
 
 
-def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
+def read_rows(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
     """The rows of a file, a folder or a data set in the hub's cache; None if there are none."""
-    is_alone = is_file(data)
-    source = sources.of_file(data) if is_alone else sources.of_name(data, "train", None, environ)
+    if is_file(data):
+        source = sources.of_file(data)
+        is_readable = data.endswith(_SUFFIXES.get(backend, ""))
+    else:
+        source = sources.of_name(data, "train", None, environ)
+        is_readable = True
     if not source.files:
         return None
     surveyed = survey.look(source.files)
     if not surveyed.rows:
         return None
-    kind = _KINDS[backend, stage](surveyed)
-    if is_alone and not data.endswith(_SUFFIXES.get(backend, "")):
-        kind = None
+    kind = None
+    if is_readable:
+        kind = _KINDS[backend, stage](surveyed)
     return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage in PAIRED)
 
 
@@ -67,17 +73,22 @@ def _classify_trl_answers(surveyed: Survey) -> Kind | None:
 
     trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]
     """
+    if {"prompt", "completion"} <= surveyed.columns:
+        return "completions"
     if "prompt" in surveyed.columns:
-        return "completions" if "completion" in surveyed.columns else None
+        return None
     if _is_chat(surveyed, "messages"):
         return "chats"
     column = "conversations"
     if surveyed.kind(column) == "list" and surveyed.count(column, "from-value"):
         # TRL renames the keys and leaves the roles
         # (trl/data_utils.py::maybe_convert_to_chatml[List of possible])
-        roles = surveyed.named(column, "role:")
-        return "chats" if _TEMPLATE_ROLES.issuperset(roles) else None
-    return "texts" if surveyed.kind("text") == "text" else None
+        if _TEMPLATE_ROLES.issuperset(surveyed.named(column, "role:")):
+            return "chats"
+        return None
+    if surveyed.kind("text") == "text":
+        return "texts"
+    return None
 
 
 def _is_chat(surveyed: Survey, column: str) -> bool:
@@ -85,10 +96,12 @@ def _is_chat(surveyed: Survey, column: str) -> bool:
 
 
 def _classify_trl_pairs(surveyed: Survey) -> Kind | None:
-    return "pairs" if _trl_reads_pairs(surveyed) else None
+    if _has_trl_pairs(surveyed):
+        return "pairs"
+    return None
 
 
-def _trl_reads_pairs(surveyed: Survey) -> bool:
+def _has_trl_pairs(surveyed: Survey) -> bool:
     """Whether a prompt is in a column, or at the start of both answers.
 
     trl/data_utils.py::extract_prompt
@@ -108,7 +121,9 @@ def _trl_reads_pairs(surveyed: Survey) -> bool:
 
 
 def _classify_open_instruct_answers(surveyed: Survey) -> Kind | None:
-    return "chats" if _is_chat(surveyed, "messages") else None
+    if _is_chat(surveyed, "messages"):
+        return "chats"
+    return None
 
 
 def _classify_open_instruct_pairs(surveyed: Survey) -> Kind | None:
@@ -116,9 +131,10 @@ def _classify_open_instruct_pairs(surveyed: Survey) -> Kind | None:
 
     dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1
     """
-    if not (_is_chat(surveyed, "chosen") and _is_chat(surveyed, "rejected")):
+    are_chats = _is_chat(surveyed, "chosen") and _is_chat(surveyed, "rejected")
+    if not are_chats or surveyed.count("chosen", "starts-with:assistant"):
         return None
-    return None if surveyed.count("chosen", "starts-with:assistant") else "pairs"
+    return "pairs"
 
 
 _KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {

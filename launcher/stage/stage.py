@@ -131,8 +131,7 @@ def read_stage_file(
     key, _ = options.entry_of(config, name, source.backend)
     schema = locator.schema(source.backend, key)
     entry = entry_of(schema)
-    folders = () if source.root is None else (source.root,)
-    opts, option_faults = options.read_stage_options(config, name, folders, schema.fields)
+    opts, option_faults = options.read_stage_options(config, name, source.root, schema.fields)
     values = _build_values(opts, schema, arguments.parse_names(schema, config.args))
 
     past = functools.partial(locate.past, source, schema.script)
@@ -146,9 +145,11 @@ def read_stage_file(
         if finding.layer == "parser" or finding.key not in reported:
             findings.append(finding)
 
-    findings += unused.refused(values, entry, _collect_keys(findings, {"error"}))
+    findings += unused.find_refusals(values, entry, _collect_keys(findings, {"error"}))
     grave = _collect_keys(findings, {"error", "warning"})
-    findings += [finding for finding in unused.find(values, entry) if finding.key not in grave]
+    findings += [
+        finding for finding in unused.find_unread(values, entry) if finding.key not in grave
+    ]
     findings += _find_batch_faults(opts, config, entry, values)
     findings += _find_attention_faults(opts, config)
     findings += _find_expect_faults(opts, entry, values)
@@ -192,14 +193,17 @@ def apply_rules(judged: Judged, context: Context) -> tuple[Finding, ...]:
         if finding.key not in judged.refused:
             findings.append(finding)
     allowed = judged.allow_unpinned
+    ordered = _sort_findings(judged.config, findings)
     unpinned = locate.unpinned(judged.upstream, allowed=allowed, where_found=context.at_start)
-    placeless = [] if unpinned is None else [unpinned]
-    return _sort_findings(judged.config, findings, placeless)
+    if unpinned is None:
+        return ordered
+    # about no line of the file
+    return (unpinned, *ordered)
 
 
-def validate(judged: Judged, *, strict: bool = False) -> Stage:
+def validate(judged: Judged) -> Stage:
     """The stage of a valid config; raises InvalidConfig with all findings of an invalid one."""
-    if errors(judged.findings, strict=strict):
+    if errors(judged.findings):
         raise InvalidConfig(judged.findings)
     assert judged.options and judged.schema and judged.upstream and judged.values is not None
     return Stage(
@@ -273,7 +277,9 @@ def _build_file_context(judged: Judged, machine: Machine | None) -> Context:
 
 def _read_number(values: Values, name: str) -> int | None:
     value = values.get(name)
-    return value if isinstance(value, int) else None
+    if isinstance(value, int):
+        return value
+    return None
 
 
 def _find_attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
@@ -296,7 +302,9 @@ def _find_expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator
     """What `expect:` asks of a run that these arguments do not ask for."""
     names = entry.names
     if opts.expect.get("liger") == "engaged" and not entry.liger(values):
-        reason = "" if names.liger else f"{entry.script} has no Liger"
+        reason = ""
+        if not names.liger:
+            reason = f"{entry.script} has no Liger"
         yield _report_impossible_expectation(opts, "liger", names.liger, reason)
     per_device = (opts.batch or Batch()).per_device or values[names.per_device]
     if opts.expect.get("packing") in {"isolated", "on"} and not entry.packs(values, per_device):
@@ -373,12 +381,13 @@ def _find_batch_number_faults(
         yield replace(finding, layer="run")
 
 
-def _sort_findings(
-    config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()
-) -> tuple[Finding, ...]:
-    ordered = list(placeless)
+def _sort_findings(config: Config, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings with their places, in the order of these."""
+    ordered = []
     for finding in findings:
-        ordered.append(config.placed(finding) if finding.file is None else finding)
+        if finding.file is None:
+            finding = config.placed(finding)
+        ordered.append(finding)
     ordered.sort(key=lambda finding: (finding.file or "", finding.line or 0))
     return tuple(ordered)
 
@@ -386,7 +395,9 @@ def _sort_findings(
 def backend_of(config: Config) -> str:
     """The backend that a file names, or the default if it names none that exists."""
     backend = config.options.get("backend")
-    return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
+    if isinstance(backend, str) and backend in BACKENDS:
+        return backend
+    return "open_instruct"
 
 
 def _choose_stage(
@@ -405,7 +416,9 @@ def _choose_stage(
         return None, faults
     named = options.stage_of(config)
     if named is not None and asked is not None and named != asked:
-        key = "script" if config.shape == "wrapped" else "stage"
+        key = "stage"
+        if config.shape == "wrapped":
+            key = "script"
         message = f"the file's stage is {named}, not {asked}"
         help = f"launch {named} {config.path}"
         return None, [*faults, launch_finding("error", "wrong-stage", message, help, key=key)]
@@ -423,9 +436,10 @@ def _guess_stage(config: Config, locator: Locator) -> str:
         return "dpo"
     sft = locator.schema("open_instruct", "sft").fields.keys()
     dpo = locator.schema("open_instruct", "dpo").fields.keys()
-    only_sft = names & (sft - dpo)
-    only_dpo = names & (dpo - sft)
-    is_dpo = len(only_dpo) > len(only_sft)
-    if len(only_dpo) == len(only_sft):
-        is_dpo = "dpo" in str(config.path).lower()
-    return "dpo" if is_dpo else "sft"
+    only_sft = len(names & (sft - dpo))
+    only_dpo = len(names & (dpo - sft))
+    if only_dpo > only_sft:
+        return "dpo"
+    if only_dpo == only_sft and "dpo" in str(config.path).lower():
+        return "dpo"
+    return "sft"

@@ -3,7 +3,6 @@
 Everything here comes from the reads in a `Schema`, so that it moves with the source.
 """
 
-import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,10 +19,10 @@ _MOST_PLACES = 3
 _FIXED_OUTPUT = "do_not_randomize_output_dir"
 
 
-def find(values: Values, entry: Entry) -> Iterator[Finding]:
+def find_unread(values: Values, entry: Entry) -> Iterator[Finding]:
     """A finding for every argument that was given and that nothing will read."""
     schema = values.schema
-    effective_values = effective(values, entry)
+    script = _build_script(values, entry)
     for name, field in schema.fields.items():
         reads = schema.path.reads.get(name)
         if reads is None or not values.given(name):
@@ -32,12 +31,11 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
         if not reads:
             yield _report_unread(schema, entry, name, asks_nothing=asks_nothing)
         elif not asks_nothing:
-            closed = [
-                _ClosedRead(read, _find_false_conditions(read, effective_values, entry))
-                for read in reads
-            ]
+            closed = []
+            for read in reads:
+                closed.append(_ClosedRead(read.where, script.find_false_conditions(read)))
             if all(read.conditions for read in closed):
-                yield _report_unreachable(entry, name, closed, effective_values)
+                yield _report_unreachable(script, name, closed)
 
 
 def acts(values: Values, entry: Entry, name: str) -> bool:
@@ -45,34 +43,59 @@ def acts(values: Values, entry: Entry, name: str) -> bool:
     reads = values.schema.path.reads.get(name)
     if reads is None:
         return True
-    effective_values = effective(values, entry)
-    return any(not _find_false_conditions(read, effective_values, entry) for read in reads)
+    script = _build_script(values, entry)
+    return any(not script.find_false_conditions(read) for read in reads)
 
 
-def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
+def find_refusals(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
     """What the script itself refuses for these values, at a `raise` that arguments alone lead to.
 
     Nothing if one of those arguments is among `wrong`: keys that are reported already.
     """
     schema = values.schema
-    effective_values = effective(values, entry)
+    script = _build_script(values, entry)
     for refusal in schema.path.refusals:
         # at the pin the rules say the same, and better
         if refusal.parsing and schema.tested:
             continue
-        truths = [conditions.holds(text, effective_values, _UNKNOWN) for text in refusal.when]
         names = _collect_names(refusal.when)
-        if not all(truths) or any(f"args.{name}" in wrong for name in names):
+        if any(f"args.{name}" in wrong for name in names):
+            continue
+        if not all(conditions.holds(text, script.values, _UNKNOWN) for text in refusal.when):
             continue
         first = next(filter(values.given, names), names[0])
-        message = f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}"
-        state = _describe_state(names, effective_values)
+        message = f"{refusal.where} raises {refusal.error} where {join_conditions(refusal.when)}"
+        state = script.describe_values(names)
         finding = _build_finding("error", "refused-by-source", first, message, state)
-        yield replace(finding, layer="parser") if refusal.parsing else finding
+        if refusal.parsing:
+            finding = replace(finding, layer="parser")
+        yield finding
 
 
-def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
-    """The values that the script will see; `_UNKNOWN` for those that only a plan decides."""
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """An entry script and the values that it will see, `_UNKNOWN` where only a plan decides."""
+
+    entry: Entry
+    values: Mapping[str, Any]
+
+    def find_false_conditions(self, read: Read) -> tuple[str, ...]:
+        false = []
+        for text in condition_of(read, self.entry):
+            if conditions.holds(text, self.values, _UNKNOWN) is False:
+                false.append(text)
+        return tuple(false)
+
+    def describe_values(self, names: Iterable[str]) -> str:
+        states = []
+        for name in names:
+            value = self.values[name]
+            if value is not _UNKNOWN:
+                states.append(f"`{name}` is {_render_value(value)}")
+        return ", ".join(states)
+
+
+def _build_script(values: Values, entry: Entry) -> _Script:
     planned = {entry.names.output, entry.names.per_device, entry.names.accumulation, _FIXED_OUTPUT}
     effective_values: dict[str, Any] = {}
     for name, field in values.schema.fields.items():
@@ -85,10 +108,10 @@ def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
         else:
             value = field.default
         effective_values[name] = value
-    return effective_values
+    return _Script(entry, effective_values)
 
 
-def shown(when: Iterable[str]) -> str:
+def join_conditions(when: Iterable[str]) -> str:
     return " and ".join(f"`{text}`" for text in when)
 
 
@@ -99,20 +122,10 @@ def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ClosedRead:
-    """A read, and those of its conditions that are false."""
+    """The place of a read, and those of its conditions that are false."""
 
-    read: Read
+    where: str
     conditions: tuple[str, ...]
-
-
-def _find_false_conditions(
-    read: Read, effective_values: Mapping[str, Any], entry: Entry
-) -> tuple[str, ...]:
-    closed = []
-    for text in condition_of(read, entry):
-        if conditions.holds(text, effective_values, _UNKNOWN) is False:
-            closed.append(text)
-    return tuple(closed)
 
 
 def _collect_names(when: Iterable[str]) -> list[str]:
@@ -129,7 +142,7 @@ def _report_unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: boo
         reason = f"{first} comes before it ({shadow.where} is never reached)"
     severity: Severity = "note" if asks_nothing else "warning"
     message = f"`{name}` does nothing: {reason}"
-    return _build_finding(severity, code, name, message, instead(schema, entry, name))
+    return _build_finding(severity, code, name, message, suggest_instead(schema, entry, name))
 
 
 def _build_finding(severity: Severity, code: str, name: str, message: str, help: str) -> Finding:
@@ -137,7 +150,7 @@ def _build_finding(severity: Severity, code: str, name: str, message: str, help:
     return Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
 
 
-def instead(schema: Schema, entry: Entry, name: str) -> str:
+def suggest_instead(schema: Schema, entry: Entry, name: str) -> str:
     """What to write for an argument that does nothing, or who else would read it."""
     readers = [script for script, reads in schema.beside.items() if reads.get(name)]
     help = "delete the line"
@@ -146,32 +159,28 @@ def instead(schema: Schema, entry: Entry, name: str) -> str:
     return rendered(entry.instead.get(name, help))
 
 
-def _report_unreachable(
-    entry: Entry, name: str, closed: list[_ClosedRead], effective_values: Mapping[str, Any]
-) -> Finding:
-    everywhere = list(closed[0].conditions)
-    for each in closed:
-        everywhere = [text for text in everywhere if text in each.conditions]
-    # the place of the first read under each combination of conditions
-    places: dict[tuple[str, ...], str] = {}
-    for each in closed:
-        places.setdefault(tuple(everywhere) or each.conditions, each.read.where)
-    alternatives = list(places)[:_MOST_PLACES]
-    where = ", ".join(dict.fromkeys(places[texts] for texts in alternatives))
-    state = _describe_state(_collect_names(itertools.chain(*alternatives)), effective_values)
-    ways = " or ".join(map(shown, alternatives))
+def _report_unreachable(script: _Script, name: str, closed: list[_ClosedRead]) -> Finding:
+    alternatives = _pick_alternatives(closed)
+    ways = " or ".join(join_conditions(read.conditions) for read in alternatives)
+    where = ", ".join(dict.fromkeys(read.where for read in alternatives))
+    names = _collect_names(text for read in alternatives for text in read.conditions)
+    state = script.describe_values(names)
     message = f"`{name}` does nothing here: it is read only where {ways} ({where}), and {state}"
-    help = rendered(entry.instead.get(name, "delete the line, or set what it needs"))
+    help = rendered(script.entry.instead.get(name, "delete the line, or set what it needs"))
     return _build_finding("warning", "conditional-key", name, message, help)
 
 
-def _describe_state(names: Iterable[str], effective_values: Mapping[str, Any]) -> str:
-    states = []
-    for name in names:
-        value = effective_values[name]
-        if value is not _UNKNOWN:
-            states.append(f"`{name}` is {_render_value(value)}")
-    return ", ".join(states)
+def _pick_alternatives(closed: list[_ClosedRead]) -> list[_ClosedRead]:
+    """The first read under the conditions that all share, else under each combination of them."""
+    shared = list(closed[0].conditions)
+    for read in closed:
+        shared = [text for text in shared if text in read.conditions]
+    if shared:
+        return [_ClosedRead(closed[0].where, tuple(shared))]
+    first: dict[tuple[str, ...], _ClosedRead] = {}
+    for read in closed:
+        first.setdefault(read.conditions, read)
+    return list(first.values())[:_MOST_PLACES]
 
 
 def _render_value(value: Any) -> str:

@@ -7,14 +7,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from launcher import files, redaction
+from launcher import files
 from launcher.artifacts import layout, model_config
 from launcher.config.keys import PAIRED
-from launcher.errors import NotReady, not_ready
+from launcher.errors import NotReady, not_ready, unwritable
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.paths import is_dir
@@ -22,7 +21,6 @@ from launcher.report import series
 from launcher.report.html import figure
 from launcher.report.progress import format_clock
 from launcher.report.series import Run
-from launcher.runs import attempt
 from launcher.runs.record import as_list, as_mapping
 from launcher.trained.model import Base, TrainedModel, of_folder
 from launcher.upstream.schema import source_name
@@ -45,37 +43,35 @@ _PLACES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCard:
-    """A card that was written; `kept` is where the one before was moved to, `replaced` what was
-    written over.
-    """
+    """A card that was written; `kept` is the old one, moved aside, `replaced` what it overwrote."""
 
     path: Path
     kept: Path | None = None
     replaced: str | None = None
 
 
-def made_of(model: TrainedModel) -> str:
-    """The card of a model, out of the record of the run that wrote it. Raises NotReady where there
-    is no record.
-    """
+def render(model: TrainedModel) -> str:
+    """The card of a model, from the record of its run. Raises NotReady without a record."""
     if model.run is None:
         message = f"no run's record names {model.path}: there is nothing to write a card of"
         raise not_ready("no-such-run", message, "launch runs lists the runs that are known here")
     run = series.load_run(model.run.path)
     lineage = list(_trace_lineage(model))
-    text = "\n\n".join(filter(None, _render_parts(model, run, lineage))) + "\n"
-    text = attempt.redactor(model.run).redact(text)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    mark = f"<!-- launch card {digest}: what is edited here is kept -->\n"
+    parts = filter(None, _render_parts(model, run, lineage))
+    text = model.redactor.redact("\n\n".join(parts) + "\n")
+    mark = f"<!-- launch card {_hash_text(text)}: what is edited here is kept -->\n"
     return _render_front_matter(model, run, lineage) + mark + text
 
 
-def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
-    """Write a card beside the model; with `replace` another one is moved aside first. An empty form
-    is written over.
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
-    Raises NotReady where a README.md lies there that launch did not write, or that was edited, or
-    that cannot be written.
+
+def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
+    """Write a card beside the model; `replace` moves another one aside first.
+
+    Raises NotReady if the card cannot be written, or would replace one that launch did not write
+    or somebody has edited. An empty form of peft is overwritten.
     """
     path = model.path / NAME
     kept: Path | None = None
@@ -92,24 +88,23 @@ def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
             os.rename(path, kept)
         files.write_text(path, text)
     except OSError as error:
-        message = f"cannot be written: {error.strerror or error}"
-        raise not_ready("unwritable-file", message, file=str(path)) from None
+        raise unwritable(path, error) from None
     return WrittenCard(path=path, kept=kept, replaced=replaced)
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a card lies there that holds words of somebody else."""
+    """Whether there is a card that somebody else wrote or edited."""
     return os.path.lexists(path) and not _is_own(path) and not _is_form(path)
 
 
 def _is_form(path: Path) -> bool:
-    """Whether a file is the form that peft writes beside an adapter, which nobody has filled in
-    (peft/peft_model.py, create_or_update_model_card)."""
+    """Whether a file is the empty form that peft writes beside an adapter.
+
+    Source: peft/peft_model.py, create_or_update_model_card.
+    """
     text = _read_card(path)
-    return (
-        "# Model Card for Model ID" in text
-        and text.count("[More Information Needed]") >= _FIELDS_OF_FORM
-    )
+    empty_fields = text.count("[More Information Needed]")
+    return "# Model Card for Model ID" in text and empty_fields >= _FIELDS_OF_FORM
 
 
 def _refuse_existing_card(path: Path) -> NotReady:
@@ -126,10 +121,10 @@ def _read_card(path: Path) -> str:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file is a card that launch wrote, and that nobody edited since."""
+    """Whether launch wrote a card, and nobody has edited it since."""
     text = _read_card(path)
     mark = _MARK.search(text)
-    return mark is not None and hashlib.sha256(text[mark.end() :].encode()).hexdigest() == mark[1]
+    return mark is not None and _hash_text(text[mark.end() :]) == mark[1]
 
 
 def _describe_author(path: Path) -> str:
@@ -142,9 +137,7 @@ def _describe_author(path: Path) -> str:
 
 
 def _trace_lineage(model: TrainedModel) -> Iterator[Base]:
-    """The models that this one came from, the nearest first: a base that is itself the result of a
-    run has one.
-    """
+    """The models that this one was trained from, the nearest first."""
     base = model.base
     for _ in range(_LONGEST_LINEAGE):
         if base is None:
@@ -154,9 +147,13 @@ def _trace_lineage(model: TrainedModel) -> Iterator[Base]:
 
 
 def _find_base(base: Base) -> Base | None:
-    """The base of a model on this machine, if the record of its run has one."""
-    before = of_folder(Path(base.name)) if base.is_folder else None
-    return None if before is None else before.base
+    """The model that a base was itself trained from, if a record on this machine says so."""
+    if not base.is_folder:
+        return None
+    model = of_folder(Path(base.name))
+    if model is None:
+        return None
+    return model.base
 
 
 def _find_public_base(lineage: Sequence[Base]) -> Base | None:
@@ -168,7 +165,7 @@ def _find_public_base(lineage: Sequence[Base]) -> Base | None:
 
 
 def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
-    """The licence that the nearest base states in its own card, if that card is on this machine."""
+    """The licence fields of the nearest base that has a card with a licence on this machine."""
     for base in lineage:
         folder: Path | None = Path(base.name)
         if not base.is_folder:
@@ -178,12 +175,15 @@ def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
         metadata = _read_front_matter(folder / NAME)
         if not isinstance(metadata.get("license"), str):
             continue
-        names = ("license", "license_name", "license_link")
-        return {name: str(metadata[name]) for name in names if metadata.get(name)}
+        fields = {}
+        for name in ("license", "license_name", "license_link"):
+            if metadata.get(name):
+                fields[name] = str(metadata[name])
+        return fields
     return {}
 
 
-def _read_front_matter(path: Path) -> Mapping[str, Any]:
+def _read_front_matter(path: Path) -> Mapping[str, object]:
     """The YAML at the top of a card; empty if it has none."""
     match = _FRONT_MATTER.match(_read_card(path))
     if match is None:
@@ -197,30 +197,36 @@ def _read_front_matter(path: Path) -> Mapping[str, Any]:
 
 def _render_front_matter(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     backend = str(run.manifest.get("backend") or "").replace("_", "-")
+    relation = "finetune"
+    library = "transformers"
     tags = [str(run.stage), backend]
     if model.is_adapter:
+        relation = "adapter"
+        library = "peft"
         tags.append("lora")
-    content: dict[str, Any] = {}
+    content: dict[str, object] = {}
     public = _find_public_base(lineage)
     if public is not None:
         content["base_model"] = public.name
-        content["base_model_relation"] = "adapter" if model.is_adapter else "finetune"
-    names = [str(record.get("name")) for record in _list_data_records(run)]
-    datasets = [name for name in names if not is_dir(name) and model_config.is_hub_name(name)]
+        content["base_model_relation"] = relation
+    datasets = []
+    for record in _list_data_records(run):
+        name = str(record.get("name"))
+        is_public = model_config.is_hub_name(name) and not is_dir(name)
+        if is_public and name not in datasets:
+            datasets.append(name)
     if datasets:
-        content["datasets"] = list(dict.fromkeys(datasets))
-    content["library_name"] = "peft" if model.is_adapter else "transformers"
+        content["datasets"] = datasets
+    content["library_name"] = library
     content |= _find_license(lineage)
     content["pipeline_tag"] = "text-generation"
     content["tags"] = [*tags, "launch"]
-    redactor = redaction.of_process() if model.run is None else attempt.redactor(model.run)
-    dumped = yaml.safe_dump(
-        redactor.redact(content), sort_keys=False, allow_unicode=True, width=100
-    )
+    clean = model.redactor.redact(content)
+    dumped = yaml.safe_dump(clean, sort_keys=False, allow_unicode=True, width=100)
     return f"---\n{dumped}---\n"
 
 
-def _list_data_records(run: Run) -> list[Mapping[str, Any]]:
+def _list_data_records(run: Run) -> list[Mapping[str, object]]:
     records = map(as_mapping, as_list(run.manifest.get("contents")))
     return [record for record in records if record.get("role") == "data"]
 
@@ -262,8 +268,12 @@ def _format_link(base: Base) -> str:
 
 
 def _render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_format_cell(value) for value in line)} |" for line in lines)
+    rule = ["---"] * len(head)
+    lines = []
+    for row in (head, rule, *rows):
+        cells = " | ".join(map(_format_cell, row))
+        lines.append(f"| {cells} |")
+    return "\n".join(lines)
 
 
 def _format_cell(value: object) -> str:
@@ -290,7 +300,7 @@ def _render_training(run: Run) -> str:
     planned = series.planned_figures(run)
     plan = as_mapping(run.manifest.get("plan"))
     machine = as_mapping(run.manifest.get("machine"))
-    tokens = [value for value in run.series.columns.get("tokens", ()) if value is not None]
+    tokens = filter(None, run.series.columns.get("tokens", ()))
     rows: list[tuple[str, object]] = []
 
     def add(name: str, value: float | None, unit: str = "") -> None:
@@ -334,25 +344,36 @@ def _describe_gpus(count: object, cards: Sequence[object]) -> str:
 
 def _render_losses(run: Run) -> str:
     """Losses at some steps, evenly apart, and every validation loss near them."""
-    columns = run.series.columns
-    losses = columns.get("loss", ())
-    places = [number for number, value in enumerate(losses) if value is not None]
-    if not places:
-        return ""
-    last = len(places) - 1
-    count = min(_LOSSES, len(places))
-    intervals = max(1, count - 1)
-    chosen = sorted({places[round(last * nth / intervals)] for nth in range(count)})
-    names = {"loss": "loss", "eval_loss": "validation loss"}
+    titles = {"loss": "loss", "eval_loss": "validation loss"}
     if run.stage in PAIRED:
-        names |= {"rewards/margins": "reward margin", "rewards/accuracies": "reward accuracy"}
-    present = [name for name in names if series.has_number(columns.get(name, ()))]
+        titles |= {"rewards/margins": "reward margin", "rewards/accuracies": "reward accuracy"}
+    head = ["step"]
+    columns = []
+    for name, title in titles.items():
+        column = run.series.columns.get(name, ())
+        if series.has_number(column):
+            head.append(title)
+            columns.append(column)
     rows = []
-    for number in chosen:
+    for number in _choose_rows(run.series.columns.get("loss", ())):
         row: list[object] = [run.series.steps[number]]
-        row += [_find_last_value(columns[name], number) for name in present]
+        for column in columns:
+            row.append(_find_last_value(column, number))
         rows.append(row)
-    return _render_part("Loss", ["step", *(names[name] for name in present)], rows)
+    return _render_part("Loss", head, rows)
+
+
+def _choose_rows(losses: Sequence[float | None]) -> list[int]:
+    """The numbers of some rows with a loss: the first, the last, and others evenly between."""
+    numbers = [number for number, loss in enumerate(losses) if loss is not None]
+    if len(numbers) <= _LOSSES:
+        return numbers
+    last = len(numbers) - 1
+    chosen = []
+    for nth in range(_LOSSES):
+        even = last * nth / (_LOSSES - 1)
+        chosen.append(numbers[round(even)])
+    return chosen
 
 
 def _find_last_value(column: Sequence[float | None], number: int) -> str:
@@ -365,7 +386,7 @@ def _find_last_value(column: Sequence[float | None], number: int) -> str:
 
 
 def _render_arguments(run: Run) -> str:
-    """The arguments that somebody set; places on the disk of the machine are left out."""
+    """The arguments that were set, without the places on this machine's disk."""
     rows = []
     for name, item in run.arguments.items():
         origin = str(item.get("origin", ""))
@@ -395,8 +416,13 @@ def _render_data(run: Run) -> str:
 
 def _render_versions(run: Run) -> str:
     source = as_mapping(run.manifest.get("upstream"))
-    packages = as_mapping(as_mapping(run.manifest.get("trainer")).get("packages"))
-    rows: list[list[object]] = [["launch", run.manifest.get("launch_commit") or "unknown"]]
-    rows.append([source.get("backend"), source.get("version")])
-    rows += [[name, packages[name]] for name in python.DECISIVE if name in packages]
+    trainer = as_mapping(run.manifest.get("trainer"))
+    packages = as_mapping(trainer.get("packages"))
+    rows: list[list[object]] = [
+        ["launch", run.manifest.get("launch_commit") or "unknown"],
+        [source.get("backend"), source.get("version")],
+    ]
+    for name in python.DECISIVE:
+        if name in packages:
+            rows.append([name, packages[name]])
     return _render_part("Versions", ("", ""), rows)

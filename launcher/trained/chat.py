@@ -22,9 +22,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: at `temperature` 0 the likeliest one. `max_new_tokens` is the longest
-    answer.
-    """
+    """How tokens are drawn; `temperature` 0 always takes the likeliest one."""
 
     temperature: float
     max_new_tokens: int
@@ -33,8 +31,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One answer. `ended` is `stop`, `length` (it was cut off) or `interrupted`; `seconds` are
-    those of generating.
+    """One answer; `ended` is `stop`, `length` (it was cut off) or `interrupted`.
+
+    `seconds` is the time of generating.
     """
 
     text: str
@@ -53,8 +52,7 @@ class Turn:
     base: Reply | None = None
 
     def as_json(self) -> dict[str, object]:
-        base = None if self.base is None else asdict(self.base)
-        return {"prompt": self.prompt, MODEL: asdict(self.model), BASE: base}
+        return asdict(self)
 
 
 class Chat:
@@ -79,9 +77,7 @@ class Chat:
                 messages.append({"role": "system", "content": self._system})
 
     def ask(self, prompt: str, who: str, say: Say) -> Reply:
-        """The next answer of the model or its base; `say` gets it in pieces. Raises NotReady where
-        that fails.
-        """
+        """The next answer of MODEL or BASE; `say` gets it in pieces. May raise NotReady."""
         messages = self._messages[who]
         messages.append({"role": "user", "content": prompt})
         sampling = asdict(self._sampling)
@@ -89,7 +85,7 @@ class Chat:
         try:
             answer = self._receive(say)
         except BaseException:
-            # it was not answered: the next prompt takes its place
+            # an unanswered prompt is no part of the conversation
             messages.pop()
             raise
         messages.append({"role": "assistant", "content": answer.text})
@@ -99,9 +95,7 @@ class Chat:
         for event in self._worker.events("answered"):
             if event["event"] == "text":
                 say(event["text"])
-                continue
-            return Reply(**{name: event[name] for name in Reply.__dataclass_fields__})
-        raise AssertionError("`events` ends with an answer")
+        return Reply(**{name: event[name] for name in Reply.__dataclass_fields__})
 
     def interrupt(self) -> None:
         """End the answer that is being generated: its beginning counts."""
@@ -121,7 +115,7 @@ def open_worker(
 
 
 def answer_all(chat: Chat, prompts: Iterable[str], *, beside: bool) -> list[Turn]:
-    """The turns of one conversation, without a word on the way."""
+    """Ask all prompts in one conversation, and print nothing."""
     turns: list[Turn] = []
     for prompt in prompts:
         base = chat.ask(prompt, BASE, _say_nothing) if beside else None

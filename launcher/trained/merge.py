@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.artifacts import checkpoints
-from launcher.errors import Finding, launch_finding, not_ready, usage
+from launcher.errors import Finding, launch_finding, not_ready, unwritable, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.locks import try_lock
 from launcher.machine.python import Trainer
@@ -84,7 +84,7 @@ def _format_share(value: float) -> str:
 
 
 def usual_output(model: TrainedModel) -> Path:
-    """Where a merged model goes when nobody says: beside the adapter."""
+    """The default folder of a merged model: beside the adapter."""
     return model.path.with_name(f"{model.path.name}-merged")
 
 
@@ -101,12 +101,11 @@ def merge(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Merged:
-    """Merge an adapter into its base, in full precision whatever it was trained on, and save that
-    in `output`.
+    """Merge an adapter into its unquantised base, and save the result in `output`.
 
-    The folder is written under another name beside `output` and renamed once its logits agree.
-    Raises UsageError where `output` is there already, NotReady where loading, saving or the
-    comparison fails: then nothing is left.
+    The folder is written under another name beside `output`, and renamed once its logits agree.
+    Raises UsageError if `output` exists, NotReady if loading, saving or the comparison fails; then
+    nothing is left.
     """
     require_mergeable(model)
     assert model.base is not None
@@ -125,7 +124,7 @@ def merge(
 
 
 def require_free(output: Path) -> None:
-    """Raise UsageError where something lies at this path: nothing is written over."""
+    """Raise UsageError if the path exists: nothing is overwritten."""
     if os.path.lexists(output):
         message = f"{output} is there already, and is not written over"
         raise usage("output-exists", message, "name another folder with --output DIR, or remove it")
@@ -156,16 +155,22 @@ def _merge_into(
             positions=event["positions"],
             template=event["template"],
         )
-    # a NaN is no agreement
-    if not (result.error <= result.tolerance and result.kept >= LEAST_KEPT):
-        message = (
-            "the merged model does not say what base and adapter say: its logits differ by "
-            f"{_format_share(result.error)} (at most {_format_share(result.tolerance)} is rounding "
-            f"in {result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
-        )
-        help = "nothing was written; serve base and adapter as they are"
-        raise not_ready("merge-differs", message, help, file=str(model.path))
+    _require_agreement(result, model)
     return result
+
+
+def _require_agreement(result: Merged, model: TrainedModel) -> None:
+    """Raise NotReady if the merged model answers otherwise than base and adapter."""
+    # a NaN is no agreement
+    if result.error <= result.tolerance and result.kept >= LEAST_KEPT:
+        return
+    message = (
+        "the merged model does not say what base and adapter say: its logits differ by "
+        f"{_format_share(result.error)} (at most {_format_share(result.tolerance)} is rounding "
+        f"in {result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
+    )
+    help = "nothing was written; serve base and adapter as they are"
+    raise not_ready("merge-differs", message, help, file=str(model.path))
 
 
 def _note_differences(model: TrainedModel, result: Merged) -> Iterator[Finding]:
@@ -189,9 +194,9 @@ def _note_differences(model: TrainedModel, result: Merged) -> Iterator[Finding]:
 
 @contextlib.contextmanager
 def _create_unfinished_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` to write into, gone afterwards unless it was renamed.
+    """A folder beside `output` to write into; it is removed afterwards unless it was renamed.
 
-    It is locked: one whose lock is free was left by a merge that was killed, and is emptied. Raises
+    Its lock is held: a folder with a free lock was left by a killed merge, and is emptied. Raises
     NotReady.
     """
     folder = output.with_name(f".{output.name}.merging")
@@ -199,8 +204,7 @@ def _create_unfinished_folder(output: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        message = f"cannot be written: {error.strerror}"
-        raise not_ready("unwritable-file", message, file=str(output)) from None
+        raise unwritable(output, error) from None
     try:
         if try_lock(lock) is False or not _is_open(folder, lock):
             raise not_ready("merge-runs", f"another merge writes {output}", file=str(folder))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher import files, redaction
 from launcher.artifacts import checkpoints, model_config, model_files
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.errors import NotReady, not_ready
@@ -16,6 +17,7 @@ from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists, is_dir, is_file
+from launcher.redaction import Redactor
 from launcher.runs import attempt, outputs, rundir
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
@@ -30,9 +32,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The model that training started from: a folder, or a name of the hub, which may have a
-    revision.
-    """
+    """The model that training started from: a folder, or a name of the hub with its revision."""
 
     name: str
     revision: str | None = None
@@ -42,13 +42,12 @@ class Base:
         return is_dir(self.name)
 
     def as_json(self) -> dict[str, object]:
-        return {"name": self.name, "revision": self.revision}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model that can be loaded. `run` is the run that wrote it, None where no record names its
-    folder.
+    """A model that can be loaded; `run` wrote it, None if no record names its folder.
 
     `quantised` is whether the base was loaded in 4 or 8 bits for training, `trusts_code` whether
     training ran code of the model's repository.
@@ -68,6 +67,13 @@ class TrainedModel:
             return shown(self.path)
         return self.run.path.name
 
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of it: what was secret to its run, else to this process."""
+        if self.run is None:
+            return redaction.of_process()
+        return attempt.redactor(self.run)
+
     def as_json(self) -> dict[str, object]:
         """Its description for the code under the trainer's Python."""
         return {
@@ -80,22 +86,19 @@ class TrainedModel:
 
 
 def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
-    """The model that lies in a folder; None where none does. `base` counts instead of what records
-    say.
+    """The model in a folder; None if there is none. `base` replaces the recorded base.
 
-    Raises NotReady where it is damaged, or the base of an adapter is not known or not here.
+    Raises NotReady if the model is damaged, or the base of an adapter is unknown or missing.
     """
     if not _has_config(folder):
         return None
     path = Path(os.path.abspath(folder))
-    run = writer_of(path)
+    run = find_writer(path)
     return _describe_model(path, run, base)
 
 
 def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
-    """The final model of a run. Raises NotReady where there is none yet: which checkpoints exist,
-    what to type.
-    """
+    """The final model of a run. Raises NotReady if there is none; the help names checkpoints."""
     manifest = rundir.read_manifest(run)
     output = find_output(manifest)
     if output is None:
@@ -116,25 +119,13 @@ def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> Tra
     fault = checkpoints.model_fault(path)
     if fault is not None:
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
-    is_adapter = model_files.is_adapter(path)
-    manifest = Manifest() if run is None else rundir.read_manifest(run)
+    manifest = Manifest()
+    if run is not None:
+        manifest = rundir.read_manifest(run)
     base = base or _find_recorded_base(manifest)
-    if base is None and is_adapter:
-        name = model_files.adapter_base(path)
-        if name is not None:
-            base = Base(name=name)
-    if is_adapter and base is None:
-        message = "neither a run's record nor the adapter's config names its base model"
-        raise not_ready(
-            "no-base-model", message, "set base_model_name_or_path in its config", file=str(path)
-        )
-    if is_adapter and base is not None and model_config.is_path(base.name) and not base.is_folder:
-        message = f"the base model {base.name} is not here"
-        help = (
-            "start this where that path begins, "
-            f"or change base_model_name_or_path in {model_files.ADAPTER}"
-        )
-        raise not_ready("no-base-model", message, help, file=str(path))
+    is_adapter = model_files.is_adapter(path)
+    if is_adapter:
+        base = _require_base(path, base)
     return TrainedModel(
         path=path,
         is_adapter=is_adapter,
@@ -143,6 +134,29 @@ def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> Tra
         quantised=any(manifest.argument(name) is True for name in _QUANTISED),
         trusts_code=manifest.argument("trust_remote_code") is True and _is_own(run),
     )
+
+
+def _require_base(adapter: Path, recorded: Base | None) -> Base:
+    """The base of an adapter, by its config if no run recorded it.
+
+    Raises NotReady if it is unknown, or is not on this machine.
+    """
+    base = recorded
+    if base is None:
+        name = model_files.adapter_base(adapter)
+        if name is None:
+            message = "neither a run's record nor the adapter's config names its base model"
+            help = "set base_model_name_or_path in its config"
+            raise not_ready("no-base-model", message, help, file=str(adapter))
+        base = Base(name=name)
+    if model_config.is_path(base.name) and not base.is_folder:
+        message = f"the base model {base.name} is not here"
+        help = (
+            "start this where that path begins, "
+            f"or change base_model_name_or_path in {model_files.ADAPTER}"
+        )
+        raise not_ready("no-base-model", message, help, file=str(adapter))
+    return base
 
 
 def _find_recorded_base(manifest: Manifest) -> Base | None:
@@ -172,9 +186,7 @@ def find_output(manifest: Manifest) -> Path | None:
 
 
 def final_folder(manifest: Manifest, output: Path) -> Path:
-    """Where a run's final model lies: its output folder, or the folder below that some scripts
-    write.
-    """
+    """The folder of a run's final model: its output folder, or one below it (`final_model`)."""
     backend = BACKENDS.get(manifest.backend or "")
     if backend is None:
         return output
@@ -185,38 +197,37 @@ def final_folder(manifest: Manifest, output: Path) -> Path:
     return output
 
 
-def writer_of(folder: Path) -> RunFolder | None:
+def find_writer(folder: Path) -> RunFolder | None:
     """The newest known run whose output folder this is, or lies right above it."""
     place = canonical(folder)
     places = {str(place), str(place.parent)}
-    runs = [Path(run) for run, output in outputs.outputs_by_run().items() if output in places]
-    present = [run for run in runs if rundir.is_run(run)]
-    newest = max(present, key=lambda run: run.name, default=None)
-    return None if newest is None else RunFolder(newest)
+    runs = []
+    for name, output in outputs.outputs_by_run().items():
+        run = RunFolder(Path(name))
+        if output in places and rundir.is_run(run.path):
+            runs.append(run)
+    return max(runs, key=lambda run: run.path.name, default=None)
 
 
 def explain_unfinished(run: RunFolder) -> str | None:
-    """Why a run has no final model, as far as its verdict tells; None where it came to its end."""
-    verdict = read_verdict(run)
-    finish = find_finish(verdict)
-    if finish.get("state") == "completed":
-        return None
-    if finish.get("state") == "running":
-        last = verdict.get("steps") or 0
-        return f"it is still running, at step {last}"
-    cause = summary.cause(verdict)
-    return "it did not come to its end" if cause is None else cause.text
-
-
-def find_finish(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Why a run has no final model, by its verdict; None if the run completed."""
+    verdict = _read_verdict(run)
     for point in summary.points(verdict):
-        if point.get("name") == "finish":
-            return point
-    return {}
+        if point.get("name") != "finish":
+            continue
+        if point.get("state") == "completed":
+            return None
+        if point.get("state") == "running":
+            last = verdict.get("steps") or 0
+            return f"it is still running, at step {last}"
+    cause = summary.cause(verdict)
+    if cause is None:
+        return "it did not come to its end"
+    return cause.text
 
 
-def read_verdict(run: RunFolder) -> Mapping[str, Any]:
-    """The verdict of a run's last attempt; judged now where nobody has yet."""
+def _read_verdict(run: RunFolder) -> Mapping[str, Any]:
+    """The verdict of a run's last attempt, judged now if it was not before."""
     if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)
     return judge.judge_run(run).verdict.as_json()
@@ -233,9 +244,10 @@ def _suggest_alternatives(manifest: Manifest, output: Path) -> Iterator[str]:
     saved: list[Checkpoint] = []
     if manifest.backend in BACKENDS:
         saved = checkpoints.find(str(manifest.backend), output)
-    loadable = [
-        checkpoint for checkpoint in saved if checkpoints.model_fault(checkpoint.path) is None
-    ]
+    loadable = []
+    for checkpoint in saved:
+        if checkpoints.model_fault(checkpoint.path) is None:
+            loadable.append(checkpoint)
     if loadable:
         yield f"checkpoints that can be loaded: {_join_names(loadable)}"
         yield f"launch chat {shown(loadable[-1].path)}"
@@ -259,10 +271,9 @@ def shown(path: Path) -> str:
 
 
 def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
-    """The Python to load a model with: the one that is named, the one that trained it, else
-    launch's choice.
+    """The Python to load a model with: the named one, the one that trained it, else launch's.
 
-    Raises NotReady where it does not run, or lacks one of the packages `needs`.
+    Raises NotReady if it does not run, or lacks one of the packages `needs`.
     """
     trainer = _find_trainer(model, named)
     lacking = [name for name in needs if name not in trainer.packages]
@@ -282,9 +293,7 @@ def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
 
 
 def _is_own(run: RunFolder | None) -> bool:
-    """Whether nobody but this user can have written the record of a run: what it says may be
-    executed.
-    """
+    """Whether only this user can have written the record of a run, so that it may be executed."""
     if run is None or attempt.writable_by_others(run, parents=False) is not None:
         return False
     try:
@@ -302,9 +311,7 @@ def _is_own(run: RunFolder | None) -> bool:
 
 
 def _find_recorded_python(model: TrainedModel) -> Path | None:
-    """The Python that a run's record names; None where it is gone, or where others could have
-    written that.
-    """
+    """The Python that a run's record names; None if it is gone, or others may have written it."""
     if model.run is None or not _is_own(model.run):
         return None
     recorded = rundir.read_manifest(model.run).value("trainer", "python")

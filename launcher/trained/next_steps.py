@@ -1,4 +1,4 @@
-"""What one does with a model next, as command lines to paste: chat, serve, push, merge."""
+"""Command lines to paste for a trained model: chat, serve, push, merge."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ class NextSteps:
 
     def lines(self) -> list[str]:
         steps = {"chat": self.chat, "merge": self.merge, "serve": self.serve, "push": self.push}
-        shown = [f"  {name:<6} {command}" for name, command in steps.items() if command is not None]
-        return [f"model: {self.model}", *shown]
+        lines = [f"model: {self.model}"]
+        for name, command in steps.items():
+            if command is not None:
+                lines.append(f"  {name:<6} {command}")
+        return lines
 
 
 def of_finished(run: RunFolder) -> NextSteps | None:
-    """The next steps with the final model of a run; None where it has none."""
-    # a damaged folder costs these lines, not the answer that they stand in
+    """The next steps with the final model of a run; None if it has none."""
+    # of a damaged folder only these lines are missing, not the whole answer
     with contextlib.suppress(LaunchError, OSError):
         return of_model(of_run(run))
     return None
@@ -62,13 +65,8 @@ def of_model(model: TrainedModel) -> NextSteps:
         chat=f"launch chat {target}",
         merge=merging,
         serve=_format_serve_command(model, target),
-        push=f"{_format_card_command(model, target)} && {_format_upload_command(model)}",
+        push=f"{_format_card_command(model, target)} && {format_upload_command(model)}",
     )
-
-
-def _suggest_repository(model: TrainedModel) -> str:
-    name = _UNSAFE.sub("-", model.path.name).strip("-.") or "model"
-    return f"{_OWNER}/{name}"
 
 
 def _format_card_command(model: TrainedModel, target: str) -> str:
@@ -79,8 +77,10 @@ def _format_card_command(model: TrainedModel, target: str) -> str:
     return command
 
 
-def _format_upload_command(model: TrainedModel) -> str:
-    words = ["hf", "upload", _suggest_repository(model), shown(model.path), "."]
+def format_upload_command(model: TrainedModel) -> str:
+    """The command that pushes a model to the hub, without checkpoints and an earlier card."""
+    name = _UNSAFE.sub("-", model.path.name).strip("-.") or "model"
+    words = ["hf", "upload", f"{_OWNER}/{name}", shown(model.path), "."]
     names = files.names(model.path)
     left_out = set()
     for name in names:
@@ -95,24 +95,27 @@ def _format_upload_command(model: TrainedModel) -> str:
 
 
 def _format_serve_command(model: TrainedModel, target: str) -> str:
+    path = shown(model.path)
     if not model.is_adapter or model.base is None:
-        return shlex.join(["vllm", "serve", shown(model.path)])
+        return _format_vllm_command(path)
     config = files.read_json(model.path / model_files.ADAPTER)
     rank = _choose_rank_limit(config)
     if rank is None:
         merged = shown(merge.usual_output(model))
-        return f"launch merge {target} && {shlex.join(['vllm', 'serve', merged])}"
+        return f"launch merge {target} && {_format_vllm_command(merged)}"
     base = model.base.name
     if model.base.is_folder:
         base = shown(Path(base))
-    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
-    return shlex.join([*words, "--lora-modules", f"{model.path.name}={shown(model.path)}"])
+    adapter = ("--lora-modules", f"{model.path.name}={path}")
+    return _format_vllm_command(base, "--enable-lora", "--max-lora-rank", str(rank), *adapter)
+
+
+def _format_vllm_command(model: str, *options: str) -> str:
+    return shlex.join(["vllm", "serve", model, *options])
 
 
 def _choose_rank_limit(config: Mapping[str, object]) -> int | None:
-    """The rank that vLLM must make room for; None for an adapter that it does not serve (DoRA,
-    whole layers).
-    """
+    """The value of --max-lora-rank; None if vLLM cannot serve the adapter (DoRA, whole layers)."""
     rank = config.get("r")
     if config.get("peft_type") not in _VLLM_KINDS or not isinstance(rank, int):
         return None

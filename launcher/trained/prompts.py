@@ -1,9 +1,10 @@
-"""Rows of a run's data -> prompts with their answers, of a held-out split where there is one."""
+"""Prompts with their answers from a run's data, from a held-out split if there is one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,18 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that the assistant is to continue, and how the data set does."""
+    """A conversation for the assistant to continue, and the answer of the data set."""
 
     messages: Messages
     expected: str
 
     def as_json(self) -> dict[str, object]:
-        return {"messages": self.messages, "expected": self.expected}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Some prompts, and in words where they are from. Without any, `missing` says why."""
+    """Some prompts and where they are from; without any, `missing` says why."""
 
     origin: str
     chosen: tuple[Prompt, ...] = ()
@@ -52,10 +53,11 @@ class _RowFiles:
 
 
 def choose(manifest: Manifest, count: int) -> Prompts:
-    """So many prompts, evenly from the first rows of the data; relative names start at the working
-    directory.
+    """Up to `count` prompts, evenly spread over the first rows of the data.
+
+    Relative names of files start at the working directory.
     """
-    place = next(_find_row_files(manifest), None)
+    place = _find_row_files(manifest)
     if place is None:
         missing = "the rows of the data set are not in files that launch reads"
         return Prompts(origin="", missing=missing)
@@ -72,27 +74,29 @@ def choose(manifest: Manifest, count: int) -> Prompts:
     return Prompts(origin=place.origin, chosen=tuple(prompts[::step][:count]))
 
 
-def _find_row_files(manifest: Manifest) -> Iterator[_RowFiles]:
-    """The files to choose from, the best first: a split that was not trained on, then what was."""
+def _find_row_files(manifest: Manifest) -> _RowFiles | None:
+    """The files to choose from: a split that was not trained on, else what was."""
     values = {name: manifest.argument(name) for name in manifest.args}
     name = values.get("dataset_name")
-    trained = str(values.get("dataset_train_split") or "train")
-    config = values.get("dataset_config")
+    trained_on: Iterable[Source | None]
     if isinstance(name, str) and name and not values.get("datasets"):
+        trained = str(values.get("dataset_train_split") or "train")
         test = str(values.get("dataset_test_split") or "test")
+        config = values.get("dataset_config")
         for split in (test, *_HELD_BACK):
             source = _open_split(name, split, config)
             if split != trained and source is not None and source.files:
-                yield _RowFiles(f"the split {split}, which was not trained on", source.files)
+                return _RowFiles(f"the split {split}, which was not trained on", source.files)
         trained_on = [_open_split(name, trained, config)]
     else:
-        trained_on = list(_list_trained_sources(values))
+        trained_on = _list_trained_sources(values)
     files: list[Path] = []
     for source in trained_on:
         if source is not None:
             files += source.files
-    if files:
-        yield _RowFiles("rows that were trained on", tuple(files))
+    if not files:
+        return None
+    return _RowFiles("rows that were trained on", tuple(files))
 
 
 def _open_split(name: str, split: str, config: Any) -> Source | None:
@@ -117,7 +121,9 @@ def _list_trained_sources(values: Mapping[str, Any]) -> Iterator[Source]:
         return
     for key in ("dataset_mixer_list", "mixer_list"):
         splits = as_list(values.get(f"{key}_splits"))
-        split = str(splits[0]) if len(splits) == 1 else "train"
+        split = "train"
+        if len(splits) == 1:
+            split = str(splits[0])
         for name in map(str, as_list(values.get(key))[::2]):
             if name.endswith(LOCAL_SUFFIXES):
                 yield sources.of_file(name)
@@ -129,7 +135,7 @@ def _read_prompts(file: Path) -> Iterator[Prompt]:
     for _, row in islice(reading.read_rows(file), _ROWS):
         if isinstance(row, BadRow) or not isinstance(row, dict):
             continue
-        prompt = of_row(row)
+        prompt = read_prompt(row)
         if prompt is None:
             continue
         length = sum(len(message["content"]) for message in prompt.messages)
@@ -137,8 +143,8 @@ def _read_prompts(file: Path) -> Iterator[Prompt]:
             yield prompt
 
 
-def of_row(row: Mapping[str, Any]) -> Prompt | None:
-    """The prompt of a row as the trainers read it; None where it holds none, or more than text."""
+def read_prompt(row: Mapping[str, Any]) -> Prompt | None:
+    """The prompt of a row as the trainers read it; None if it has none, or more than text."""
     if row.get("chosen") is not None:
         return _convert_pair(row.get("prompt"), row["chosen"])
     if row.get("prompt") is not None:
@@ -169,8 +175,11 @@ def _convert_completion(prompt: object, completion: object) -> Prompt | None:
         return None
     if isinstance(completion, str):
         return _build_prompt(messages, completion)
+    expected = ""
     answer = _read_messages(completion)
-    return _build_prompt(messages, "" if answer is None else answer[-1]["content"])
+    if answer is not None:
+        expected = answer[-1]["content"]
+    return _build_prompt(messages, expected)
 
 
 def _cut_at_first_answer(messages: Messages) -> Prompt | None:
@@ -187,13 +196,15 @@ def _build_prompt(messages: Messages, expected: str) -> Prompt | None:
 
 
 def _as_messages(prompt: object) -> Messages | None:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}] if prompt.strip() else None
-    return _read_messages(prompt)
+    if not isinstance(prompt, str):
+        return _read_messages(prompt)
+    if not prompt.strip():
+        return None
+    return [{"role": "user", "content": prompt}]
 
 
 def _read_messages(value: object) -> Messages | None:
-    """Messages of text with `role` and `content`; None where they are something else."""
+    """Messages of text with `role` and `content`; None if they are something else."""
     if not isinstance(value, list):
         return None
     try:

@@ -23,7 +23,7 @@ _SAMPLING = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS, "seed": 0}
 
 
 def is_due(folder: RunFolder) -> bool:
-    """Whether a run that is over asks for samples, and has a model to take them of."""
+    """Whether a run that is over asks for samples, and has a model to take them from."""
     # the runs of a bench, a ladder or a tune are trials
     if not rundir.read_manifest(folder).samples or rundir.is_campaign(folder.path.parent):
         return False
@@ -31,10 +31,10 @@ def is_due(folder: RunFolder) -> bool:
 
 
 def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Write `samples.json` of a run; whatever goes wrong is written there. Names start at the
-    working directory.
+    """Write `samples.json` of a run; whatever goes wrong is written there.
 
-    INT and TERM end it where they raise KeyboardInterrupt: what there is by then is kept.
+    Relative names start at the working directory. A KeyboardInterrupt ends it early and keeps the
+    answers so far.
     """
     manifest = rundir.read_manifest(folder)
     chosen = prompts.choose(manifest, manifest.samples or 0)

@@ -31,28 +31,31 @@ _CODES = {
 
 
 def environment(environ: Mapping[str, str], *, devices: str | None, cpu: bool) -> dict[str, str]:
-    """The environment of such a process: that of the user, without what belongs to a training."""
+    """The environment of a worker: the user's, without launch's variables for training."""
     kept = {name: value for name, value in environ.items() if not name.startswith("LAUNCH_")}
-    changed = {
+    inside = isolation.isolated(kept)
+    inside |= {
         "PYTHONDONTWRITEBYTECODE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if devices is not None:
-        changed["CUDA_VISIBLE_DEVICES"] = devices
+        inside["CUDA_VISIBLE_DEVICES"] = devices
     if cpu:
-        changed["CUDA_VISIBLE_DEVICES"] = ""
-    return {**isolation.isolated(kept), **changed}
+        inside["CUDA_VISIBLE_DEVICES"] = ""
+    return inside
 
 
 class Worker:
-    """One such process: open while the context is. An interrupt of the terminal does not reach it
-    by itself.
-    """
+    """A context manager that runs the process; Ctrl-C in the terminal does not reach it."""
 
     def __init__(
-        self, trainer: Trainer, task: str, settings: Mapping[str, Any], environ: Mapping[str, str]
+        self,
+        trainer: Trainer,
+        task: str,
+        settings: Mapping[str, object],
+        environ: Mapping[str, str],
     ) -> None:
         self._trainer = trainer
         self._task = task
@@ -92,9 +95,9 @@ class Worker:
             self._process.wait()
         self._log.close()
 
-    def send(self, request: Mapping[str, Any]) -> None:
+    def send(self, request: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
-        # one that has gone is noticed by what it does not answer
+        # if the process has ended, reading its answer raises
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
 
@@ -108,9 +111,9 @@ class Worker:
         self._process.send_signal(signal.SIGINT)
 
     def events(self, *last: str) -> Iterator[dict[str, Any]]:
-        """What it says, up to the first event with one of the names `last`.
+        """The events of the process, up to the first with one of the names `last`.
 
-        Raises NotReady where it fails, or ends before that.
+        Raises NotReady if it fails, or ends before that.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -128,10 +131,8 @@ class Worker:
 
     def wait_for(self, name: str) -> dict[str, Any]:
         """The next event of that name."""
-        for event in self.events(name):
-            if event["event"] == name:
-                return event
-        raise AssertionError("`events` ends with that event")
+        *_, event = self.events(name)
+        return event
 
     def _explain_failure(self, event: Mapping[str, Any]) -> NotReady:
         code = event["code"]

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from launcher.machine.git import Repository
     from launcher.upstream.source.packages import Sources
 
-SFT, DPO, DPO_OLMO_CORE = "sft", "dpo", "dpo_olmo_core"
+SFT = "sft"
+DPO = "dpo"
+DPO_OLMO_CORE = "dpo_olmo_core"
 _TRANSFORMATION = "open_instruct/dataset_transformation.py"
 _OLMO_CORE_UTILS = "open_instruct/olmo_core_utils.py"
 _DPO_UTILS = "open_instruct/dpo_utils.py"
@@ -513,14 +515,9 @@ def _find_function_text(sources: Sources, file: str, function: str) -> str | Non
     module = sources.module_at(file)
     if module is None:
         return None
-    owner, _, name = function.rpartition(".")
-    if not owner:
-        node = module.functions.get(name)
-        return None if node is None else functions.normalised(node)
-    kind = module.classes.get(owner)
-    for statement in [] if kind is None else kind.body:
-        if getattr(statement, "name", None) == name:
-            return functions.normalised(statement)
+    for name, node in module.definitions():
+        if name == function:
+            return functions.normalised(node)
     return None
 
 

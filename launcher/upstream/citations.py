@@ -215,8 +215,10 @@ class SourceFiles:
     def find(self, citation: Citation) -> tuple[SourceFile, int] | None:
         """The file and the line of a citation; None as for `place`."""
         file = self.file(citation.label)
-        line = None if file is None else file.find(citation)
-        return None if file is None or line is None else (file, line)
+        if file is None:
+            return None
+        line = file.find(citation)
+        return None if line is None else (file, line)
 
 
 @dataclass(slots=True)
@@ -281,7 +283,8 @@ class RuleStanding:
 
     def _is_same(self, citation: str, places: Table) -> bool:
         label = citation.partition("::")[0]
-        if label in self.others or not any(citation in table for table in self.confirmed.values()):
+        is_listed = any(citation in table for table in self.confirmed.values())
+        if label in self.others or not is_listed:
             return True
         before = places.get(citation)
         now = self.place(citation)
@@ -362,9 +365,11 @@ class SourceFile:
         names = {scope.name for scope in self.scopes}
         if not name or name in names:
             return name
-        method = name.rpartition(".")[2]
+        owner, _, method = name.rpartition(".")
+        if not owner:
+            return None
         alike = [other for other in names if other.endswith(f".{method}")]
-        return alike[0] if "." in name and len(alike) == 1 else None
+        return alike[0] if len(alike) == 1 else None
 
     def _find_lines(self, anchor: str, symbol: str) -> list[int]:
         whole = _compile_anchor(anchor)
@@ -423,7 +428,8 @@ def _list_scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{prefix}{child.name}"
             first = min(node.lineno for node in (child, *child.decorator_list))
-            yield _Scope(name, first, child.end_lineno or child.lineno, child)
+            last = child.end_lineno or child.lineno
+            yield _Scope(name, first, last, child)
             yield from _list_scopes(child, f"{name}.")
         else:
             yield from _list_scopes(child, prefix)

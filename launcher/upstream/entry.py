@@ -366,11 +366,11 @@ class Entry:
         A text that cites a line then says that the line is the pin's. Where the script would
         log no step by default, launch sets the interval.
         """
-        names = {
-            idea: next((name for name in older if name in fields), getattr(self.names, idea))
-            for idea, older in self.older.items()
-            if getattr(self.names, idea) not in fields
-        }
+        names = {}
+        for idea, older in self.older.items():
+            name = getattr(self.names, idea)
+            if name not in fields:
+                names[idea] = next((old for old in older if old in fields), name)
         changed = replace(self.names, **names)
         splits = {changed.data if name == self.names.data else name for name in self.splits}
 

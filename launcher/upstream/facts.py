@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,27 +101,30 @@ class _SourceFacts:
             self.renamed[stage] = script
         self._add_path(stage, script, sources, walked)
         if entry.tables is not None:
-            self.tables[stage] = tables.parameters_by_key(walked, *entry.tables)
+            module, names = entry.tables
+            self.tables[stage] = tables.parameters_by_key(walked, module, names)
         if entry.models is not None:
-            self.models[stage] = _read_models(sources, *entry.models, entry.own_shapes)
+            self.models[stage] = _read_models(sources, entry.models, entry.own_shapes)
         if self._is_described(stage):
             kind = entry.behaves_as or stage
             self.behaviours[stage] = behaviour.observe_behaviours(walked, kind, script)
 
     def _is_described(self, stage: str) -> bool:
+        """Whether rules ask what this script does at one commit or another."""
+        if not self.backend.CHECKOUT:
+            return False
         kind = self.backend.STAGES[stage].behaves_as or stage
-        return self.backend.CHECKOUT and any(behaviour.of_script(kind))
+        return any(behaviour.of_script(kind))
 
     def _add_path(self, stage: str, script: str, sources: Sources, walked: Sources) -> None:
         from launcher.upstream.source import reads
         from launcher.upstream.source.fields import read_fields
 
         entry = self.backend.STAGES[stage]
-        try:
+        classes = list(entry.classes)
+        with suppress(LookupError):
+            # or else the script builds its parser in a way of its own
             classes = reads.entry_classes(walked, script)
-        except LookupError:
-            # a script that builds its parser in a way of its own
-            classes = list(entry.classes)
         choices = {**self.known_externals, **self.backend.COMPUTED}
         declared = read_fields(sources, classes, choices, takes_none=self.backend.TAKES_NONE)
         fields = reads.with_own_defaults(walked, script, declared)
@@ -136,9 +139,10 @@ class _SourceFacts:
         self.paths[stage] = _path_as_json(path)
         self.stages[stage] = []
         for name, argument in fields.items():
-            # a default that a script sets itself is that of no other script of the dataclass
-            owner = argument.owner if argument == declared[name] else f"{argument.owner}@{stage}"
-            key = f"{owner}.{name}"
+            key = f"{argument.owner}.{name}"
+            if argument != declared[name]:
+                # a default that a script sets itself is that of no other script of the dataclass
+                key = f"{argument.owner}@{stage}.{name}"
             self.stages[stage].append(key)
             self.fields[key] = field_as_json(argument)
             external = argument.external
@@ -169,21 +173,24 @@ class _SourceFacts:
 
 
 def _read_models(
-    sources: Sources, named: tuple[str, str], library: tuple[str, str], own: tuple[str, str] | None
-) -> dict[str, Any]:
+    sources: Sources,
+    listings: tuple[tuple[str, str], tuple[str, str]],
+    own_shapes: tuple[str, str] | None,
+) -> dict[str, object]:
     """The models that a script can build, by hub name, and the names of configs.
 
     These are its library's and its own; a library that is not among the trees has none.
     """
     from launcher.upstream.source import tables
 
-    module = sources.module(named[0])
+    (where, constant), (library, owner) = listings
+    module = sources.module(where)
     names = None
     if module is not None:
-        names = sources.evaluate(module, module.constants.get(named[1]))
-    configs = tables.sized_configs(sources, *library)
-    if own is not None:
-        configs |= tables.keys_of(sources, *own)
+        names = sources.evaluate(module, module.constants.get(constant))
+    configs = tables.sized_configs(sources, library, owner)
+    if own_shapes is not None:
+        configs |= tables.keys_of(sources, *own_shapes)
     return {"names": names if isinstance(names, dict) else {}, "configs": sorted(configs)}
 
 
@@ -248,7 +255,7 @@ def _path_as_json(path: ScriptPath) -> dict[str, object]:
     return {"reads": reads, "shadows": shadows, "refusals": refusals}
 
 
-def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
+def _path_from_json(data: Facts) -> ScriptPath:
     reads = {}
     for name, places in data.get("reads", {}).items():
         reads[name] = tuple(Read(where, tuple(when)) for where, *when in places)
@@ -256,9 +263,9 @@ def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
     for name, (where, *by) in data.get("shadows", {}).items():
         shadows[name] = Shadow(where, tuple(by))
     refusals = []
-    for refusal in data.get("refusals", ()):
-        when = tuple(refusal["when"])
-        refusals.append(Refusal(**{**refusal, "when": when}))
+    for entry in data.get("refusals", ()):
+        refusal = Refusal(**entry)
+        refusals.append(replace(refusal, when=tuple(refusal.when)))
     return ScriptPath(reads=reads, shadows=shadows, refusals=tuple(refusals))
 
 
@@ -280,9 +287,7 @@ def cached(
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         kept: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
-        files = {**kept["files"], **dict.fromkeys(kept["absent"])}
-        is_answer = stage in kept["unreadable"] or (stage in kept["stages"] and kept["files"])
-        if is_answer and all(digest(trees, label) == sha for label, sha in files.items()):
+        if _answers(kept, stage) and _is_current(kept, trees):
             return kept
     if before_reading is not None:
         before_reading()
@@ -291,6 +296,20 @@ def cached(
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text(place, json.dumps(fresh, separators=(",", ":")))
     return fresh
+
+
+def _answers(kept: Facts, stage: str) -> bool:
+    """Whether a cache entry holds what was read of a stage, or why nothing could be."""
+    if stage in kept["unreadable"]:
+        return True
+    return stage in kept["stages"] and bool(kept["files"])
+
+
+def _is_current(kept: Facts, trees: Mapping[str, Tree]) -> bool:
+    """Whether the files that were read are the same, and those that lacked still lack."""
+    if any(digest(trees, label) is not None for label in kept["absent"]):
+        return False
+    return all(digest(trees, label) == sha for label, sha in kept["files"].items())
 
 
 def cache_folder() -> Path:

@@ -489,11 +489,8 @@ def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...
         return history.changes_of_argument(key, script, tree.repository, head=tree.commit)
     repository = Repository(upstream.root) if upstream.root is not None else None
     events = history.changes_of_argument(key, script, repository)
-    dates = {
-        release.version: release.date
-        for release in BACKENDS[upstream.backend].KNOWN
-        if release.date
-    }
+    releases = BACKENDS[upstream.backend].KNOWN
+    dates = {release.version: release.date for release in releases if release.date}
     if not upstream.pinned or release not in dates:
         return events
     return tuple(event for event in events if event.date <= dates[release])

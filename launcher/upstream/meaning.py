@@ -29,13 +29,14 @@ def meaning_of(source: Upstream, field: Field) -> str | None:
             match node:
                 case ast.AnnAssign(target=ast.Name(id=field.name), lineno=first, end_lineno=last):
                     if owner.name == field.owner or first <= int(line or 0) <= (last or 0):
-                        text = (
-                            _read_help(node)
-                            or _read_text_below(owner, number)
-                            or _read_docstring_entry(owner, field.name)
-                        )
-                        return " ".join(text.split()) if text else None
+                        return _read_text(owner, number, node, field.name)
     return None
+
+
+def _read_text(owner: ast.ClassDef, number: int, node: ast.AnnAssign, name: str) -> str | None:
+    """What a class says about its field, which is the statement of this number, in one line."""
+    text = _read_help(node) or _read_text_below(owner, number) or _read_docstring_entry(owner, name)
+    return " ".join(text.split()) if text else None
 
 
 def _read_help(node: ast.AnnAssign) -> str | None:

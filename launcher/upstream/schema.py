@@ -320,11 +320,13 @@ class Schema:
         flags: dict[str, OptionString | None] = {"-h": None, "--help": None}
         for name, argument in self.fields.items():
             dashed = name.replace("_", "-")
-            flags[f"--{name}"] = OptionString(name)
-            flags[f"--{dashed}"] = OptionString(name)
+            option = OptionString(name)
+            flags[f"--{name}"] = option
+            flags[f"--{dashed}"] = option
             if argument.kind == "bool" and argument.default is True and not argument.many:
-                flags[f"--no_{name}"] = OptionString(name, negated=True)
-                flags[f"--no-{dashed}"] = OptionString(name, negated=True)
+                negation = OptionString(name, negated=True)
+                flags[f"--no_{name}"] = negation
+                flags[f"--no-{dashed}"] = negation
         return flags
 
     def taken_as(self, key: str) -> OptionString | None:

@@ -36,7 +36,8 @@ SHORT_RUN: Mapping[str, Any] = {
 }
 REHEARSAL: Mapping[str, Any] = {
     **dict.fromkeys(("push_to_hub", "trust_remote_code", "resume_from_checkpoint"), None),
-    **{"use_cpu": True, "report_to": "none"},
+    "use_cpu": True,
+    "report_to": "none",
 }
 # transformers/training_args.py::[trainer_log_levels] builds it by calls,
 # transformers/utils/logging.py::[log_levels =] holds the names

@@ -85,9 +85,10 @@ class Verdict:
 
     def amend(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
         """The verdict with more details of a point, and other fields of it."""
-        point = self.point(name)
-        amended = replace(point, detail={**point.detail, **detail}, **changes)
-        return self.with_points(amended if old is point else old for old in self.points)
+        points = {point.name: point for point in self.points}
+        point = points[name]
+        points[name] = replace(point, detail={**point.detail, **detail}, **changes)
+        return self.with_points(points.values())
 
     def with_points(self, points: Iterable[Point]) -> Verdict:
         points = tuple(points)

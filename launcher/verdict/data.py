@@ -12,7 +12,7 @@ from launcher.verdict import schedule
 from launcher.verdict.ending import find_ending
 from launcher.verdict.evidence import Event, Evidence, ProbeStep
 from launcher.verdict.logs.scan import StepLine
-from launcher.verdict.metrics import REWARDS
+from launcher.verdict.metrics import read_reward
 from launcher.verdict.points import FIRST_LOSS, UNKNOWN, Citable, Observation, first_plain_loss
 
 LN2 = math.log(2)
@@ -54,8 +54,10 @@ class Doubt:
 
 
 def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
+    """All doubts about the data as one observation; the gravest gives the state and the help."""
     doubts = [
         *_doubt_dropped_rows(evidence),
+        *_doubt_number_of_rows(evidence),
         *_doubt_masked_rows(evidence),
         *_doubt_steps(evidence),
         *_doubt_batches(evidence),
@@ -95,8 +97,9 @@ def _find_first_event(evidence: Evidence, name: str) -> Event | None:
 
 
 def _read_count(event: Event | None, name: str) -> int:
-    value = event.number(name) if event is not None else None
-    return int(value or 0)
+    if event is None:
+        return 0
+    return int(event.number(name) or 0)
 
 
 def _collect_detail(evidence: Evidence) -> dict[str, object]:
@@ -113,9 +116,11 @@ def _collect_detail(evidence: Evidence) -> dict[str, object]:
     if masked:
         detail["masked_rows"] = masked
     counts = _sum_counts(evidence)
-    for name in ("pairs", "equal_pairs", "unlabelled", "full_rows", "rows"):
-        if counts.get(name):
-            detail["counted_rows" if name == "rows" else name] = counts[name]
+    for name in ("pairs", "equal_pairs", "unlabelled", "full_rows"):
+        if counts[name]:
+            detail[name] = counts[name]
+    if counts["rows"]:
+        detail["counted_rows"] = counts["rows"]
     return detail
 
 
@@ -150,20 +155,28 @@ def _doubt_dropped_rows(evidence: Evidence) -> Iterator[Doubt]:
         return
     rows = _read_count(event, "given")
     dropped = rows - _read_count(event, "kept")
-    if dropped > FEW * rows:
-        limit = event.number("max_length")
-        length = f" (max_length {limit:.0f})" if limit else ""
-        yield Doubt(
-            state="fewer",
-            certain=dropped >= HALF * rows,
-            reason=f"the trainer dropped {_format_share(dropped, rows)} rows{length}: "
-            f"{_explain_dropped_rows(event)}",
-            help="raise the maximal length, shorten the prompts, or drop those rows yourself; "
-            f"{_ACCEPT}",
-            cites=(event,),
-        )
+    if dropped <= FEW * rows:
+        return
+    limit = event.number("max_length")
+    length = ""
+    if limit:
+        length = f" (max_length {limit:.0f})"
+    yield Doubt(
+        state="fewer",
+        certain=dropped >= HALF * rows,
+        reason=f"the trainer dropped {_format_share(dropped, rows)} rows{length}: "
+        f"{_explain_dropped_rows(event)}",
+        help="raise the maximal length, shorten the prompts, or drop those rows yourself; "
+        f"{_ACCEPT}",
+        cites=(event,),
+    )
+
+
+def _doubt_number_of_rows(evidence: Evidence) -> Iterator[Doubt]:
+    event = _find_first_event(evidence, "data_rows")
+    rows = _read_count(event, "given")
     planned = evidence.manifest.plan.rows
-    if not planned or not rows:
+    if event is None or not planned or not rows:
         return
     if rows > planned * (1 + FEW):
         yield Doubt(
@@ -202,8 +215,11 @@ def _doubt_steps(evidence: Evidence) -> Iterator[Doubt]:
         return
     if abs(steps - planned) <= max(1, FEW * planned):
         return
+    state = "fewer"
+    if steps > planned:
+        state = "more"
     yield Doubt(
-        state="more" if steps > planned else "fewer",
+        state=state,
         certain=steps <= HALF * planned,
         reason=f"{steps:,} steps were made, {planned:,} were planned",
         help=f"rows that are dropped, filtered or repeated change the number of steps; {_ACCEPT}",
@@ -313,7 +329,9 @@ def _doubt_first_rows(evidence: Evidence) -> Iterator[Doubt]:
         total = counts[odd.of]
         if total < LEAST_ROWS or count <= odd.share * total:
             continue
-        rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
+        rows = "rows"
+        if odd.of in ("pairs", "searched"):
+            rows = "pairs"
         reason = f"{_format_share(count, total)} {rows} that were read {odd.text}"
         yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
 
@@ -334,8 +352,10 @@ def _count_first_rows(events: Iterable[Event]) -> Counter[str]:
 
 def _doubt_reference(evidence: Evidence) -> Iterator[Doubt]:
     event = _find_first_event(evidence, "reference_precision")
-    dtype = None if event is None else event.text("dtype")
-    if event is None or dtype not in HALF_PRECISION_BITS:
+    if event is None:
+        return
+    dtype = event.text("dtype")
+    if dtype not in HALF_PRECISION_BITS:
         return
     size = event.number("mean") or 0.0
     error = _compute_rounding_error(size, HALF_PRECISION_BITS[dtype])
@@ -362,7 +382,9 @@ def _compute_rounding_error(size: float, bits: int) -> float:
 
 def _read_beta(evidence: Evidence) -> float:
     beta = evidence.manifest.argument("beta")
-    return beta if isinstance(beta, int | float) else USUAL_BETA
+    if isinstance(beta, int | float):
+        return beta
+    return USUAL_BETA
 
 
 _REFERENCE_HELP = (
@@ -473,10 +495,10 @@ def _doubt_flat_rewards(evidence: Evidence) -> Iterator[Doubt]:
     if len(lines) < FLAT_LINES:
         return
     for line in lines:
-        margin = _read_reward(line, "rewards_margin")
+        margin = read_reward(line, "rewards_margin")
         if margin is None or abs(margin) > FLAT:
             return
-        if _read_reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
+        if read_reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
             return
     yield Doubt(
         certain=True,
@@ -485,13 +507,6 @@ def _doubt_flat_rewards(evidence: Evidence) -> Iterator[Doubt]:
         help="chosen and rejected are the same text, or nothing is trained: compare some pairs",
         cites=(lines[0], lines[-1]),
     )
-
-
-def _read_reward(line: StepLine, name: str) -> float | None:
-    for key in REWARDS[name]:
-        if key in line.extra:
-            return line.extra[key]
-    return None
 
 
 # -- the learning rate

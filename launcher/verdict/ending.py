@@ -286,7 +286,9 @@ def _judge_end(evidence: Evidence, failures: Sequence[Signal]) -> Ending:
     """How a run ended that did not end itself."""
     exit = evidence.exit
     probe_code = _derive_probe_code(evidence)
-    code = probe_code if exit is None else exit.returncode
+    code = probe_code
+    if exit is not None:
+        code = exit.returncode
     signal = _find_ending_signal(evidence, failures)
     # what started the script may end well even so
     has_failed = bool(code or probe_code or (code is None and failures))
@@ -294,9 +296,11 @@ def _judge_end(evidence: Evidence, failures: Sequence[Signal]) -> Ending:
         has_failed = True
     if signal is None and not has_failed:
         return _judge_end_without_failure(evidence, is_over=code == 0)
-    state = "crashed"
-    if signal is not None and signal not in _OWN_FAULTS:
-        state = "stopped" if signal in _STOPS else "killed"
+    state = "killed"
+    if signal is None or signal in _OWN_FAULTS:
+        state = "crashed"
+    elif signal in _STOPS:
+        state = "stopped"
     reason = _find_reason(evidence, failures, signal)
     for cancelled in _select_named(failures, "cancelled"):
         slurm_reason = _SLURM_REASONS.get(cancelled.fields.get("why", ""))
@@ -351,9 +355,13 @@ def _find_reason(
         # the ranks had found each other before they trained
         names.discard("rendezvous")
     for name in HELP:
+        if name == "nccl_timeout" and name in names:
+            return _find_timeout_reason(evidence)
         if name in names:
-            return _find_timeout_reason(evidence) if name == "nccl_timeout" else name
-    return None if signal is None else _REASONS_OF_SIGNALS.get(signal)
+            return name
+    if signal is None:
+        return None
+    return _REASONS_OF_SIGNALS.get(signal)
 
 
 def find_phase(evidence: Evidence) -> str | None:
@@ -367,7 +375,9 @@ def find_phase(evidence: Evidence) -> str | None:
             return exception.fields["phase"]
     if exceptions or evidence.log is None:
         return None
-    last_step_line = evidence.lines[-1].line if evidence.lines else 0
+    last_step_line = 0
+    if evidence.lines:
+        last_step_line = evidence.lines[-1].line
     saving = {signal.fields["path"] for signal in evidence.signals("saving")}
     phase = None
     for signal in evidence.signals(*_OUT_OF_PHASE, "saved", "remaining", "tokenizer_saved"):
@@ -421,7 +431,9 @@ def _judge_end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
     last = evidence.last_step
     total = evidence.total_steps
     is_alone = evidence.exit is None and evidence.probe is None
-    completed = None if log is None else log.last("training_completed")
+    completed = None
+    if log is not None:
+        completed = log.last("training_completed")
     if log is not None and completed is not None:
         if not log.steps or log.steps[-1].line <= completed.line:
             is_over = True
@@ -456,8 +468,10 @@ def _judge_end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
 def _find_doubt_without_total(evidence: Evidence, *, is_alone: bool) -> str | None:
     """Why a run may not have made all steps, if no log says how many they are."""
     last = evidence.last_step
+    if last is None and (is_alone or evidence.events("resumed")):
+        return None
     if last is None:
-        return None if is_alone or evidence.events("resumed") else "no_steps"
+        return "no_steps"
     planned = evidence.manifest.steps
     if planned is not None and last < planned:
         return "fewer_steps"
@@ -537,7 +551,9 @@ def _derive_probe_code(evidence: Evidence) -> int | None:
             is_complete = False
         elif end.number("exit"):
             return 1
-    return 0 if is_complete else None
+    if not is_complete:
+        return None
+    return 0
 
 
 def _find_first_error(evidence: Evidence, failures: Sequence[Signal]) -> dict[str, str] | None:
@@ -558,7 +574,9 @@ def _find_first_error(evidence: Evidence, failures: Sequence[Signal]) -> dict[st
     for event in evidence.events("error"):
         return _describe_event_error(event, event.text("type") or "")
     relayed = _find_first(failures, "exception")
-    return None if relayed is None else _describe_exception(relayed)
+    if relayed is None:
+        return None
+    return _describe_exception(relayed)
 
 
 def _find_real_exceptions(evidence: Evidence, failures: Sequence[Signal]) -> list[Signal]:
@@ -575,8 +593,10 @@ def _find_real_exceptions(evidence: Evidence, failures: Sequence[Signal]) -> lis
 
 def _find_last_real_exception(log: Log) -> list[Signal]:
     """The last exception of this run, though another rank was still at work after it."""
+    start = 0
     begun = log.last("begun")
-    start = 0 if begun is None else begun.line
+    if begun is not None:
+        start = begun.line
     previous = _find_end_of_previous_run(log)
     real = []
     for exception in _drop_relayed(log.all("exception")):

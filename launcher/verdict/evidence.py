@@ -79,7 +79,9 @@ class Event:
 
     def text(self, key: str) -> str | None:
         value = self.fields.get(key)
-        return value if isinstance(value, str) else None
+        if not isinstance(value, str):
+            return None
+        return value
 
     def number(self, key: str) -> float | None:
         return finite(self.fields.get(key))
@@ -131,7 +133,9 @@ class RankRecord:
     def start(self, key: str) -> int | None:
         """A count from the last `start`."""
         event = self.last("start")
-        value = None if event is None else event.number(key)
+        if event is None:
+            return None
+        value = event.number(key)
         if value is None or not 0 <= value <= LARGEST_WORLD:
             return None
         return int(value)
@@ -143,7 +147,9 @@ class RankRecord:
     @property
     def last_line(self) -> int:
         """The line of the last step, 0 before the first."""
-        return self.steps[-1].line if self.steps else 0
+        if not self.steps:
+            return 0
+        return self.steps[-1].line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,13 +302,12 @@ class Evidence:
     @property
     def last_step(self) -> int | None:
         steps = []
-        if self.log is not None:
-            steps.append(self.log.last_step)
-        if self.probe is not None:
-            steps.append(self.probe.last_step)
+        for source in (self.log, self.probe):
+            if source is not None and source.last_step is not None:
+                steps.append(source.last_step)
         for signal in self.signals("progress")[-1:]:
             steps.append(int(signal.fields["step"]))
-        return max((step for step in steps if step is not None), default=None)
+        return max(steps, default=None)
 
     @property
     def stopped(self) -> Event | None:
@@ -457,11 +462,12 @@ def _find_stage_of_trainer(log: Log) -> str | None:
 
 
 def _build_step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
+    """One row for each step that the probe recorded or the log shows, in order."""
     by_step: dict[int, list[ProbeStep]] = {}
     for step in steps:
         by_step.setdefault(step.step, []).append(step)
     rows: dict[int, Row] = {}
-    for number, ranks in sorted(by_step.items()):
+    for number, ranks in by_step.items():
         rows[number] = _build_recorded_row(number, ranks)
     measured = sum("loss" in row for row in rows.values())
     is_mean = len(lines) < measured
@@ -484,8 +490,12 @@ def _build_recorded_row(number: int, ranks: Sequence[ProbeStep]) -> Row:
     for key in MEASURED:
         values = [getattr(step, key) for step in ranks]
         numbers = [value for value in values if value is not None]
-        if numbers:
-            row[key] = sum(numbers) if key in _SUMMED else max(numbers)
+        if not numbers:
+            continue
+        if key in _SUMMED:
+            row[key] = sum(numbers)
+        else:
+            row[key] = max(numbers)
     return row
 
 
@@ -524,11 +534,10 @@ def _add_logged_evaluations(rows: Sequence[Row], log: Log) -> None:
     """Add the logged results of evaluations to the rows of the steps logged before them."""
     by_step = _key_by_step(rows)
     for signal in log.all("evaluated"):
-        last_step = None
+        row = None
         for line in log.steps:
             if line.line < signal.line:
-                last_step = line.step
-        row = None if last_step is None else by_step.get(last_step)
+                row = by_step.get(line.step)
         if row is None:
             continue
         metrics = {}
@@ -598,10 +607,11 @@ def _read_inputs(path: Path) -> Sequence[Mapping[str, object]] | None:
 
 
 def finite(value: object) -> float | None:
+    """A number of a JSON record; None for anything else, NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     # a whole number of JSON may be larger than any float
-    if abs(value) > sys.float_info.max:
+    if abs(value) > sys.float_info.max or math.isnan(value):
         return None
     return value
 
@@ -627,17 +637,15 @@ def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:
             records.append(record)
     # a rank of an earlier, larger attempt may have left its file
     latest = max((record.attempt for record in records), default=1)
-    records = [record for record in records if record.attempt == latest]
-    world: int | None = None
-    for record in records:
-        if record.rank == 0:
-            world = record.start("world")
-            break
-    ranks = {}
-    for record in records:
-        if world is None or record.rank < world:
-            ranks[record.rank] = record
-    return ProbeRecords(ranks=ranks) if ranks else None
+    ranks = {record.rank: record for record in records if record.attempt == latest}
+    world = None
+    if 0 in ranks:
+        world = ranks[0].start("world")
+    if world is not None:
+        ranks = {rank: record for rank, record in ranks.items() if rank < world}
+    if not ranks:
+        return None
+    return ProbeRecords(ranks=ranks)
 
 
 def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:

@@ -109,7 +109,9 @@ def _add_earlier_attempts(
     for earlier in _find_attempts_in_weights(attempts):
         manifest = earlier.evidence.manifest
         # an attempt without a manifest of its own has that of the run
-        own = expected if manifest is current else _read_expected(manifest)
+        own = expected
+        if manifest is not current:
+            own = _read_expected(manifest)
         earlier_verdict = check.judge_evidence(verdict.stage, own, earlier.evidence)
         for point in earlier_verdict.points:
             latest = points.get(point.name)
@@ -140,13 +142,14 @@ def _find_attempts_in_weights(attempts: Sequence[Evidence]) -> Iterator[_Earlier
     """The earlier attempts whose steps are in the weights, the latest first."""
     next_start = math.inf
     for number in range(len(attempts), 0, -1):
-        attempt_evidence = attempts[number - 1]
-        steps = [row["step"] for row in attempt_evidence.rows]
-        kept = [int(step) for step in steps if step < next_start]
-        is_last = number == len(attempts)
-        if kept and not is_last:
-            yield _EarlierAttempt(number, attempt_evidence, first=kept[0], last=kept[-1])
-        next_start = min([next_start, *steps])
+        rows = attempts[number - 1].rows
+        kept = _select_rows_before(rows, next_start)
+        if kept and number < len(attempts):
+            first = int(kept[0]["step"])
+            last = int(kept[-1]["step"])
+            yield _EarlierAttempt(number, attempts[number - 1], first, last)
+        if rows:
+            next_start = min(next_start, rows[0]["step"])
 
 
 def _add_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
@@ -178,7 +181,9 @@ def _add_model_damage(verdict: Verdict, output: Path) -> Verdict:
                 "command continues from the last complete one), and check the disk",
             }
             ok = verdict.point("finish").ok
-            return verdict.amend("finish", detail, ok=None if ok else ok)
+            if ok is True:
+                ok = None
+            return verdict.amend("finish", detail, ok=ok)
     return verdict
 
 
@@ -191,10 +196,11 @@ def _add_planned_memory(verdict: Verdict, manifest: Manifest) -> Verdict:
     if verdict.point("memory").state == "oom":
         peak = parts.pop("peak")
         shares = []
-        for part in sorted(parts, key=lambda part: -parts[part]):
-            if parts[part] >= _LEAST_GIB:
-                shares.append(f"{part} {parts[part]:.1f}")
-        detail["reason"] = f"planned: {peak:.1f} GiB a GPU: {', '.join(shares)}"
+        for part, gib in sorted(parts.items(), key=lambda item: -item[1]):
+            if gib >= _LEAST_GIB:
+                shares.append(f"{part} {gib:.1f}")
+        named = ", ".join(shares)
+        detail["reason"] = f"planned: {peak:.1f} GiB a GPU: {named}"
     return verdict.amend("memory", detail)
 
 
@@ -277,10 +283,10 @@ def merge_rows(attempts: Sequence[Evidence]) -> list[Row]:
     """
     rows: list[Row] = []
     for attempt_evidence in attempts:
-        own = attempt_evidence.rows
-        if own:
-            rows = _select_rows_before(rows, own[0]["step"])
-            rows += own
+        further = attempt_evidence.rows
+        if further:
+            rows = _select_rows_before(rows, further[0]["step"])
+            rows += further
     return rows
 
 

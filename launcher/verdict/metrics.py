@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from launcher.machine.datasheets import flops_a_token, peak_flops
-from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord
+from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord, finite
+from launcher.verdict.logs.scan import StepLine
 
 REWARDS = {
     "rewards_accuracy": ("rewards/accuracies", "rewards/accuracy"),
@@ -52,7 +53,11 @@ def moved_share(evidence: Evidence) -> float | None:
 
 def peak_allocated_gib(evidence: Evidence) -> float | None:
     """The peak of torch's allocated memory on the fullest rank."""
-    return max(_collect_values(evidence.rank_steps, "allocated_gib"), default=None)
+    return _find_peak(evidence, "allocated_gib")
+
+
+def _find_peak(evidence: Evidence, name: str) -> float | None:
+    return max(_collect_values(evidence.rank_steps, name), default=None)
 
 
 def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
@@ -63,11 +68,12 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     """
     phases: dict[str, dict[str, float]] = {}
     for event in evidence.events("memory"):
-        phase = phases.setdefault(event.text("phase") or "?", {})
+        phase = event.text("phase") or "?"
+        largest = phases.setdefault(phase, {})
         for name in event.fields:
             value = event.number(name)
             if name.endswith("_gib") and value is not None:
-                phase[name] = max(value, phase.get(name, value))
+                largest[name] = max(value, largest.get(name, value))
     return phases
 
 
@@ -131,8 +137,10 @@ def mfu(evidence: Evidence) -> float | None:
     # of several models, such as DPO's reference, the first is the one that trains
     models = ranks[0].all("model")
     device = ranks[0].last("device")
-    peak = peak_flops(device.text("name") if device else None)
-    if not models or peak is None:
+    if not models or device is None:
+        return None
+    peak = peak_flops(device.text("name"))
+    if peak is None:
         return None
     row_tokens = _compute_ratio(evidence, "tokens", "rows") or 0.0
     flops = _compute_flops_per_token(models[0], row_tokens)
@@ -176,47 +184,52 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
     are those of all attempts. DPO's rewards are there only if the log prints them.
     """
     values = losses_of_run(evidence)
+    first_loss = None
+    last_loss = None
+    if values:
+        first_loss = finite(values[0])
+        last_loss = finite(values[-1])
     norms = _collect_grad_norms(evidence)
+    last_norm = None
+    if norms:
+        last_norm = norms[-1]
     metrics = {
-        "first_loss": _find_first_finite(values[:1]),
-        "last_loss": _find_first_finite(values[-1:]),
+        "first_loss": first_loss,
+        "last_loss": last_loss,
         "min_loss": min(filter(math.isfinite, values), default=None),
         "tokens_per_second": tokens_per_second(evidence),
         "logged_tokens_per_second": None,
         "mfu": mfu(evidence),
         "tokens_per_row": _compute_ratio(evidence, "tokens", "rows"),
         "wasted_share": _compute_ratio(evidence, "wasted", "positions"),
-        "last_grad_norm": norms[-1] if norms else None,
+        "last_grad_norm": last_norm,
         "max_grad_norm": max(norms, default=None),
         "peak_allocated_gib": peak_allocated_gib(evidence),
-        "peak_reserved_gib": max(
-            _collect_values(evidence.rank_steps, "reserved_gib"), default=None
-        ),
+        "peak_reserved_gib": _find_peak(evidence, "reserved_gib"),
     }
     if evidence.lines:
         last = evidence.lines[-1]
         metrics["logged_tokens_per_second"] = last.tokens_per_second
-        for name, keys in REWARDS.items():
-            for key in keys:
-                value = last.extra.get(key, math.nan)
-                if math.isfinite(value):
-                    metrics[name] = value
+        for name in REWARDS:
+            reward = read_reward(last, name)
+            if finite(reward) is not None:
+                metrics[name] = reward
     return metrics
 
 
-def _find_first_finite(values: Sequence[float]) -> float | None:
-    for value in values:
-        if math.isfinite(value):
-            return value
+def read_reward(line: StepLine, name: str) -> float | None:
+    """A reward of DPO that a line logs, by its name in `REWARDS`."""
+    for key in REWARDS[name]:
+        if key in line.extra:
+            return line.extra[key]
     return None
 
 
 def _collect_grad_norms(evidence: Evidence) -> list[float]:
     """The gradient norms that the probe of the first rank saw, in all attempts."""
-    own = []
     for record in evidence.records[:1]:
-        own = [step.grad_norm for step in record.steps if step.grad_norm is not None]
-    if not own:
-        # without the probe, the log does not have the norm of every step
-        return []
-    return earlier_values(evidence, "grad_norm") + own
+        norms = _collect_values(record.steps, "grad_norm")
+        if norms:
+            return earlier_values(evidence, "grad_norm") + norms
+    # without the probe, the log does not have the norm of every step
+    return []

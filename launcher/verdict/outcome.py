@@ -8,12 +8,12 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import islice
+from itertools import combinations, islice
 from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
 from launcher.stage.options import TREND_LOSSES
-from launcher.verdict.ending import HELP, final_signals, find_ending, find_phase
+from launcher.verdict.ending import HELP, Ending, final_signals, find_ending, find_phase
 from launcher.verdict.evidence import Evidence, ProbeStep, in_state, ranks_of
 from launcher.verdict.logs.scan import Signal, StepLine
 from launcher.verdict.metrics import (
@@ -138,10 +138,13 @@ def _observe_nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) ->
         return None
     # a step of a rank says more than a logged mean of the same step
     first = min(bad, key=lambda step: (step.number, step.rank is None, step.rank or 0))
-    log = evidence.log
-    is_numbered = any(evidence.rank_steps) or log is None or log.numbered
-    number = first.number if is_numbered else None
-    description = _describe(evidence, first)
+    number: int | None = first.number
+    if evidence.log is not None and not evidence.log.numbered and not any(evidence.rank_steps):
+        number = None
+    help = _NOT_FINITE_HELP
+    if _is_never_finite(evidence):
+        help = _NEVER_FINITE_HELP
+    description = _describe_bad_step(evidence, first)
     reason = description.sentence(number, first.rank, count=len(bad))
     return Observation(
         "nonfinite",
@@ -155,19 +158,20 @@ def _observe_nonfinite_loss(evidence: Evidence, detail: Mapping[str, object]) ->
             **description.fields,
         },
         reason=reason,
-        help=_NEVER_FINITE_HELP if _is_never_finite(evidence) else _NOT_FINITE_HELP,
+        help=help,
     )
 
 
 def _observe_nonfinite_before(evidence: Evidence) -> Observation | None:
     """That a step of an earlier attempt was not finite."""
-    steps = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
-    if not steps:
+    bad = [row for row in evidence.earlier if row.get("finite") is False]
+    if not bad:
         return None
+    first = int(bad[0]["step"])
     return Observation(
         "nonfinite",
-        detail={"first_step": steps[0], "nonfinite": len(steps), "rank": None},
-        reason=f"step {steps[0]} was not finite in an earlier attempt, and this one continued "
+        detail={"first_step": first, "nonfinite": len(bad), "rank": None},
+        reason=f"step {first} was not finite in an earlier attempt, and this one continued "
         "from the weights after it",
         help=_NOT_FINITE_HELP,
     )
@@ -232,17 +236,14 @@ def _observe_doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> 
     """Why losses that all are finite are no proof, with the lines that say so."""
     lines = evidence.lines
     finite = Observation("finite", proved=False, detail=detail)
-    if lines and (not evidence.records or _find_unseen_steps(evidence)):
-        for line in lines:
-            if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
-                reason = "a loss of 0 may have been NaN, and no gradient norm is logged"
-                return replace(finite, reason=reason, cites=(line,))
-        norm = lines[-1].extra.get("grad_norm", 0.0)
-        if not math.isfinite(norm):
-            # the loss after that step would show what it did, and there is none
-            reason = f"the last gradient norm is {norm}"
-            return replace(finite, reason=reason, cites=lines[-1:])
-    unseen = _find_unseen_steps(evidence, lines[-1].step if lines else 0)
+    last_logged = 0
+    if lines:
+        last_logged = lines[-1].step
+        if not evidence.records or _find_unseen_steps(evidence):
+            doubt = _find_doubt_in_lines(lines)
+            if doubt is not None:
+                return replace(finite, reason=doubt.text, cites=(doubt.cite,))
+    unseen = _find_unseen_steps(evidence, last_logged)
     if not unseen:
         return None
     steps = ", ".join(map(str, unseen[:_NAMED_STEPS]))
@@ -250,6 +251,25 @@ def _observe_doubtful_loss(evidence: Evidence, detail: Mapping[str, object]) -> 
         steps += ", …"
     reason = f"no loss of step {steps} was seen on every rank, and none is logged"
     return replace(finite, reason=reason, cites=_cite_first_and_last(evidence))
+
+
+class _Doubt(NamedTuple):
+    """Why numbers are no proof, in words, with the place that shows it best."""
+
+    text: str
+    cite: Citable
+
+
+def _find_doubt_in_lines(lines: Sequence[StepLine]) -> _Doubt | None:
+    """What logged losses may hide, though all of them are finite."""
+    for line in lines:
+        if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
+            return _Doubt("a loss of 0 may have been NaN, and no gradient norm is logged", line)
+    norm = lines[-1].extra.get("grad_norm", 0.0)
+    if math.isfinite(norm):
+        return None
+    # the loss after that step would show what it did, and there is none
+    return _Doubt(f"the last gradient norm is {norm}", lines[-1])
 
 
 def _observe_finite_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation:
@@ -352,7 +372,7 @@ class _Description:
         return text
 
 
-def _describe(evidence: Evidence, bad: _BadStep) -> _Description:
+def _describe_bad_step(evidence: Evidence, bad: _BadStep) -> _Description:
     fields: dict[str, object] = {}
     what = None
     value = None
@@ -368,7 +388,9 @@ def _describe(evidence: Evidence, bad: _BadStep) -> _Description:
     if last is not None:
         fields["last_finite"] = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm}
     if not what:
-        what = "loss" if bad.rank is None else "loss or gradient"
+        what = "loss"
+        if bad.rank is not None:
+            what = "loss or gradient"
     return _Description(what, value or "not finite", last, fields)
 
 
@@ -387,7 +409,9 @@ def _find_unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
         recorded.append({step.step for step in record.steps})
         if record.steps:
             start = min(start, record.steps[0].step)
-    complete = set() if probe.missing else set.intersection(*recorded)
+    complete = set.intersection(*recorded)
+    if probe.missing:
+        complete = set()
     resumed = 0
     for event in evidence.events("resumed"):
         resumed = max(resumed, int(event.number("step") or 0))
@@ -398,6 +422,7 @@ def _find_unseen_steps(evidence: Evidence, after: int = 0) -> list[int]:
 
 
 def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the optimizer used the gradients of the batch, as compared by the probe."""
     corrupt = _observe_corrupt_gradients(evidence)
     if corrupt is not None:
         return corrupt
@@ -452,21 +477,15 @@ class _Norm(NamedTuple):
     cite: Citable
 
 
-class _Noise(NamedTuple):
-    """Gradient norms that no batch gives, in words, with the place of the largest."""
-
-    text: str
-    cite: Citable
-
-
-def _find_noise(evidence: Evidence) -> _Noise | None:
+def _find_noise(evidence: Evidence) -> _Doubt | None:
+    """Gradient norms that no batch gives, with the place of the largest."""
     norms = _collect_grad_norms(evidence)
     if len(norms) < NORMS:
         return None
     largest = max(norms, key=lambda norm: norm.value)
     if largest.value >= WILD_NORM and not _is_loss_falling(evidence):
         text = f"gradient norms up to {largest.value:.3g} (step {largest.step}), and the loss "
-        return _Noise(f"{text}does not fall", largest.cite)
+        return _Doubt(f"{text}does not fall", largest.cite)
     usual = statistics.median(norm.value for norm in norms)
     jumps = []
     # the first steps of a run may well be far from the others
@@ -478,7 +497,7 @@ def _find_noise(evidence: Evidence) -> _Noise | None:
         return None
     jump = max(jumps, key=lambda norm: norm.value)
     text = f"the gradient norm jumps to {jump.value:.3g} at step {jump.step}; {usual:.3g} is usual"
-    return _Noise(text, jump.cite)
+    return _Doubt(text, jump.cite)
 
 
 def _collect_grad_norms(evidence: Evidence) -> list[_Norm]:
@@ -511,6 +530,7 @@ def _is_loss_falling(evidence: Evidence) -> bool:
 
 
 def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
+    """Whether the loss falls, rises or neither, over all attempts."""
     still = _observe_still_trend(evidence)
     if still is not None:
         return still
@@ -524,7 +544,9 @@ def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
     detail |= {"change": change, "z": round(trend.z, 2)}
     state = "flat"
     if abs(trend.z) >= TREND_Z and abs(trend.change) >= TREND_CHANGE:
-        state = "falling" if trend.change < 0 else "rising"
+        state = "rising"
+        if trend.change < 0:
+            state = "falling"
     help = None
     if expected == "falling":
         help = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
@@ -589,24 +611,28 @@ def compute_trend(values: Sequence[float]) -> Trend:
     size = math.ceil(len(values) / TREND_BINS)
     bins = []
     for start in range(0, len(values), size):
-        bins.append(statistics.median(values[start : start + size]))
+        group = values[start : start + size]
+        bins.append(statistics.median(group))
     count = len(bins)
     slopes = []
     score = 0
-    for first in range(count):
-        for second in range(first + 1, count):
-            rise = bins[second] - bins[first]
-            slopes.append(rise / (second - first))
-            score += (rise > 0) - (rise < 0)
+    for first, second in combinations(range(count), 2):
+        rise = bins[second] - bins[first]
+        slopes.append(rise / (second - first))
+        if rise > 0:
+            score += 1
+        elif rise < 0:
+            score -= 1
     slope = statistics.median(slopes)
-    deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    variance = count * (count - 1) * (2 * count + 5) / 18
     level = statistics.median(map(abs, bins)) or 1.0
     # the usual correction for continuity
     corrected = score - math.copysign(min(1, abs(score)), score)
-    return Trend(slope * (count - 1) / level, corrected / deviation)
+    return Trend(slope * (count - 1) / level, corrected / math.sqrt(variance))
 
 
 def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
+    """The peak of GPU memory, and whether GPU or host memory ran out, and in which phase."""
     detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
     phases = memory_phases(evidence)
     if phases:
@@ -641,34 +667,47 @@ def _select_on_lines(signals: Iterable[Signal], lines: set[int]) -> tuple[Signal
 
 
 def observe_finish(evidence: Evidence, _expected: str | None) -> Observation:
+    """How the run ended and why, and whether its model was saved."""
     end = find_ending(evidence)
     saved = evidence.final_save
     exit = evidence.exit
+    help = None
+    if end.reason is not None:
+        help = HELP[end.reason]
+    elif exit is not None and exit.returncode and not end.signal and not end.error:
+        help = (
+            f"exit code {exit.returncode}, and no error is known: the last lines of the "
+            "console log may tell"
+        )
+    cites = [end.saved, evidence.stopped, *end.lines, *evidence.lines[-1:], saved, exit]
+    return Observation(
+        end.state,
+        proved=end.proved,
+        cites=[cite for cite in cites if cite is not None],
+        detail=_describe_end(evidence, end),
+        help=help,
+    )
+
+
+def _describe_end(evidence: Evidence, end: Ending) -> dict[str, object]:
     detail: dict[str, object] = {
         "last_step": evidence.last_step,
         "total_steps": evidence.total_steps,
-        "saved": saved is not None,
+        "saved": evidence.final_save is not None,
     }
     if evidence.left_out_save:
         detail["left_out"] = "the final save: of a trial nobody wants the model"
-    if end.reason is not None:
-        detail["reason"] = end.reason
-    if end.signal is not None:
-        detail["signal"] = end.signal
-    if end.error is not None:
-        detail["error"] = end.error
+    for name in ("reason", "signal", "error"):
+        value = getattr(end, name)
+        if value is not None:
+            detail[name] = value
     if end.state in ("crashed", "killed", "stopped"):
         phase = find_phase(evidence)
         if phase is not None:
             detail["during"] = phase
-    help = None if end.reason is None else HELP[end.reason]
+    exit = evidence.exit
     if exit is not None:
         detail["returncode"] = exit.returncode
-        if exit.returncode and not (end.reason or end.signal or end.error):
-            help = (
-                f"exit code {exit.returncode}, and no error is known: the last lines of the "
-                "console log may tell"
-            )
     if end.saved is not None:
         detail["checkpoint"] = end.saved.text("path")
     if exit is not None and exit.grace_s is not None:
@@ -676,17 +715,11 @@ def observe_finish(evidence: Evidence, _expected: str | None) -> Observation:
     hang = evidence.last_hang
     if hang is not None and end.state != "completed":
         detail["hang"] = hang.text("message")
-    cites = [end.saved, evidence.stopped, *end.lines, *evidence.lines[-1:], saved, exit]
-    return Observation(
-        end.state,
-        proved=end.proved,
-        cites=[cite for cite in cites if cite is not None],
-        detail=detail,
-        help=help,
-    )
+    return detail
 
 
 def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
+    """Which share of the trained weights differs from what it was before the training."""
     events = evidence.last_events("weights")
     share = moved_share(evidence)
     if share is None:
@@ -703,11 +736,15 @@ def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
     if max(event.number("steps") or 0 for event in events) < 2:
         # the first step of a warm-up may have a learning rate of 0
         return replace(UNKNOWN, cites=events, detail=detail)
-    moved = f"{share:.2%}" if share else "none"
-    is_still = share < STILL
+    moved = "none"
+    if share:
+        moved = f"{share:.2%}"
+    state = "few"
+    if share < STILL:
+        state = "still"
     return Observation(
-        "still" if is_still else "few",
-        proved=is_still,
+        state,
+        proved=state == "still",
         unwanted=True,
         cites=events,
         detail=detail,
@@ -717,6 +754,7 @@ def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the files of the saved model are still as they were saved."""
     if evidence.model is None:
         return UNKNOWN
     detail = dict(evidence.model)
@@ -734,23 +772,25 @@ def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def observe_inputs(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether data and model were at the end what they were at the start."""
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:
         return Observation("same")
     # an input that was deleted may well have been read as it was
     change = min(evidence.inputs, key=lambda change: change.get("after") is None)
-    is_gone = change.get("after") is None
-    if is_gone:
+    if change.get("after") is None:
+        state = "gone"
         difference = "was gone at the end"
     else:
+        state = "changed"
         before = str(change.get("before") or "none")[:12]
         after = str(change.get("after") or "none")[:12]
         difference = f"was not what it was at the start: sha256 {before}, then {after}"
     keys = ("role", "name", "file", "before", "after")
     return Observation(
-        "gone" if is_gone else "changed",
-        proved=not is_gone,
+        state,
+        proved=state == "changed",
         unwanted=True,
         detail={key: change.get(key) for key in keys},
         reason=f"{change.get('file')} {difference}",
@@ -770,11 +810,13 @@ def observe_resume(evidence: Evidence, _expected: str | None) -> Observation:
     spread = 1.4826 * statistics.median(abs(loss - level) for loss in before)
     spread = max(spread, _LEAST_SPREAD * abs(level))
     limit = max(level + _SPREADS * spread, *before)
-    jumps = level_after > limit
+    state = "continuous"
+    if level_after > limit:
+        state = "jump"
     return Observation(
-        "jump" if jumps else "continuous",
-        proved=not jumps,
-        unwanted=jumps,
+        state,
+        proved=state == "continuous",
+        unwanted=state == "jump",
         cites=evidence.events("resumed"),
         detail={
             "before": round(level, 4),

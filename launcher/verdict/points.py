@@ -112,6 +112,7 @@ class _LigerCalls:
 
 
 def observe_liger(evidence: Evidence, expected: str | None) -> Observation:
+    """Whether Liger's kernels were called; by a log alone, whether they were announced."""
     by_rank = {}
     for record in evidence.records:
         if record.steps:
@@ -287,14 +288,17 @@ def _observe_unannounced_liger(
 
 
 def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
+    """Whether rows held several samples, and whether these could see each other."""
     observation = _observe_packing_by_rank(evidence, expected)
     if observation is None:
         observation = _observe_packing_in_log(evidence, expected)
     state = observation.state
     if state == "off" and expected in ("isolated", "on"):
         ranks = as_mapping(observation.detail.get("ranks"))
-        idle = [rank for rank, rank_state in ranks.items() if rank_state == "off"]
-        where = f" of rank {', '.join(idle)}" if idle else ""
+        idle = ", ".join(rank for rank, rank_state in ranks.items() if rank_state == "off")
+        where = ""
+        if idle:
+            where = f" of rank {idle}"
         reason = f"no batch{where} held two samples in one row"
         return replace(observation, reason=reason, help=_NOT_PACKED_HELP)
     if state in ("on", "isolated") and expected == "off":
@@ -302,7 +306,9 @@ def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
         return replace(observation, reason="several samples share one row", help=help)
     is_explained = observation.reason or "missing_ranks" in observation.detail
     if state == "on" and expected == "isolated" and not is_explained:
-        why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
+        why = "cannot be shown by a log alone"
+        if evidence.probe:
+            why = "was not tested"
         return replace(observation, reason=f"whether packed samples see each other {why}")
     return observation
 
@@ -349,7 +355,10 @@ def _observe_packing_by_rank(evidence: Evidence, expected: str | None) -> Observ
     # `on` neither proves nor disproves isolation
     is_open = bool(missing) or (state == "on" and expected == "isolated")
     reason = None
-    if state == "on":
+    help = None
+    if state == "leaking":
+        help = _LEAKING_HELP
+    elif state == "on":
         untested = first_reason(evidence.events("packing_isolation"))
         if untested:
             reason = f"isolation was not tested: {untested}"
@@ -360,7 +369,7 @@ def _observe_packing_by_rank(evidence: Evidence, expected: str | None) -> Observ
         cites=cites,
         detail=detail,
         reason=reason,
-        help=_LEAKING_HELP if state == "leaking" else None,
+        help=help,
     )
 
 
@@ -397,14 +406,17 @@ def first_reason(events: Iterable[Event]) -> str | None:
 
 
 def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
+    """The attention of the loaded model on every rank; by a log alone, the announced one."""
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
         return _observe_attention_in_log(evidence, expected)
+    shown = events[0]
     differing = []
     if expected is not None:
         accepted = (expected, ATTENTION.get(expected, expected))
         differing = [event for event in events if event.text("attention") not in accepted]
-    shown = differing[0] if differing else events[0]
+    if differing:
+        shown = differing[0]
     state = str(shown.text("attention"))
     detail = evidence.missing_ranks(ranks_of(events))
     is_proved = bool(differing) or not detail
@@ -448,7 +460,9 @@ def observe_positions(evidence: Evidence, _expected: str | None) -> Observation:
             reason="the rotary frequencies of the trained model are not those of its config",
             help="train with ZeRO-2 or FSDP: ZeRO-3 loads every float tensor in bfloat16",
         )
-    state = "restored" if "restored" in states else "exact"
+    state = "exact"
+    if "restored" in states:
+        state = "restored"
     return Observation(state, proved=not missing, cites=events, detail=detail)
 
 
@@ -472,6 +486,7 @@ def _observe_attention_in_log(evidence: Evidence, expected: str | None) -> Obser
 
 
 def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the processes and the rows of each step were as planned."""
     probe = evidence.probe
     manifest = evidence.manifest
     world = manifest.processes
@@ -563,8 +578,9 @@ def _read_planned_batch(manifest: Manifest) -> _BatchSize:
     if packing in ("refilled", "always") or not micro_batches or not rows:
         # how many rows a packed row holds is unknown
         return _BatchSize(micro_batches, None)
-    sequences = 2 if str(manifest.stage) in PAIRED else 1
-    return _BatchSize(micro_batches, micro_batches * rows * sequences)
+    if str(manifest.stage) in PAIRED:
+        rows *= 2
+    return _BatchSize(micro_batches, micro_batches * rows)
 
 
 def observe_dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
@@ -663,7 +679,9 @@ def _select_fields(event: Event) -> dict[str, object]:
 
 def _add_cache_reason(observation: Observation, expected: str | None) -> Observation:
     path = observation.detail.get("path")
-    where = f": {path}" if path else ""
+    where = ""
+    if path:
+        where = f": {path}"
     if expected == "hit" and observation.state == "miss":
         help = "`launch cache why RUN` says what differs from the nearest one"
         reason = f"not found, so it was computed{where}"

@@ -92,14 +92,17 @@ def cause(verdict: Json) -> Cause | None:
     memory = by_name.get("memory", {})
     if memory.get("state") == "oom":
         return _explain_out_of_memory(memory, finish)
-    if finish.get("ok") is not False:
-        gravest = _choose_gravest(points(verdict))
-        return None if gravest is None else _build_cause(_describe_shortfall(gravest), gravest)
-    return _explain_bad_end(verdict, finish)
+    if finish.get("ok") is False:
+        return _explain_bad_end(verdict, finish)
+    gravest = _choose_gravest(points(verdict))
+    if gravest is None:
+        return None
+    return _build_cause(_describe_shortfall(gravest), gravest)
 
 
 def _explain_out_of_memory(memory: Point, finish: Point) -> Cause:
-    phase = str(as_mapping(memory.get("detail")).get("during"))
+    detail = as_mapping(memory.get("detail"))
+    phase = str(detail.get("during"))
     text = "out of memory" + DURING.get(phase, "")
     message = _read_error(finish).get("message")
     if message:
@@ -167,11 +170,14 @@ def _describe_shortfall(point: Point) -> str:
         text += f" is {state}"
     if differs:
         text += f", expected {expected}"
-    return f"{text}: {reason}" if reason else text
+    if reason:
+        text += f": {reason}"
+    return text
 
 
 def _read_error(finish: Point) -> Point:
-    return as_mapping(as_mapping(finish.get("detail")).get("error"))
+    detail = as_mapping(finish.get("detail"))
+    return as_mapping(detail.get("error"))
 
 
 def _describe_error(detail: Json) -> str | None:
@@ -217,7 +223,8 @@ def _describe_end(finish: Point, *, is_stopped: bool) -> str:
 def _choose_line(point: Point) -> Point:
     """The evidence that shows what went wrong: what names the error, else what the log has."""
     citations = [as_mapping(citation) for citation in as_list(point.get("evidence"))]
-    message = str(_read_error(point).get("message") or "").strip()[:_MESSAGE_CHARS]
+    error = _read_error(point)
+    message = str(error.get("message") or "").strip()[:_MESSAGE_CHARS]
     if message:
         naming = [citation for citation in citations if message in str(citation.get("text"))]
         citations = naming or citations

@@ -203,14 +203,14 @@ def test_needs_that_are_not_known_are_not_made_up(model: Path, tmp_path: Path) -
     not_here = plan_stage(tmp_path / "never-downloaded", SFT, EVERY_50)
     for plan in (cache_alone, adapter, not_here):
         assert disk.needs(plan, None, {}) is None
-    assert list(disk.too_little(None, tmp_path / "output", ())) == []
+    assert list(disk.check_space(None, tmp_path / "output", ())) == []
 
 
 def test_checkpoints_that_are_replaced_are_room(model: Path, write: Write, tmp_path: Path) -> None:
     os.truncate(write("output/step_50/weights", ""), 14 * BILLION)
     needs = measure(plan_stage(model, SFT, EVERY_50), tmp_path / "output")
     assert needs.likely == (56 - 14) * BILLION
-    assert disk.described(needs).endswith("; 13.0 GiB of it are there already")
+    assert disk.describe_needs(needs).endswith("; 13.0 GiB of it are there already")
 
 
 def describe(finding: Finding) -> str:
@@ -224,17 +224,17 @@ def needs_of(least: int, likely: int) -> Needs:
 
 def test_a_lack_of_room_is_an_error_where_it_is_certain(tmp_path: Path) -> None:
     output = tmp_path / "not" / "there" / "yet"
-    free = disk.free(output)
+    free = disk.measure_room(output)
     assert free is not None
     too_much = 2 * free[0]
     nothing = needs_of(least=0, likely=0)
     perhaps = needs_of(least=0, likely=too_much)
     certainly = needs_of(least=too_much, likely=too_much)
 
-    assert list(disk.too_little(nothing, output, ())) == []
-    (finding,) = disk.too_little(perhaps, output, ())
+    assert list(disk.check_space(nothing, output, ())) == []
+    (finding,) = disk.check_space(perhaps, output, ())
     assert describe(finding) == "warning little-space"
-    (finding,) = disk.too_little(certainly, output, ())
+    (finding,) = disk.check_space(certainly, output, ())
     assert describe(finding) == "error too-little-space"
     assert "3 checkpoint(s) of 14 B (a + b)" in finding.message
     assert finding.file == str(output)
@@ -254,18 +254,18 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_file_system_that_is_nearly_full(small: Path) -> None:
     runs = WriteTarget(small / "a" / "b", "run folders", "LAUNCH_RUNS", vital=True)
-    (finding,) = disk.too_little(None, None, [runs, WriteTarget(small, "kernels", "")])
+    (finding,) = disk.check_space(None, None, [runs, WriteTarget(small, "kernels", "")])
     assert describe(finding) == "warning little-space"
     assert "8.0 MiB free" in finding.message
     assert "(run folders, kernels)" in finding.message
     needs = needs_of(9 * 2**20, 9 * 2**20)
-    (finding,) = disk.too_little(needs, small / "out", [runs])
+    (finding,) = disk.check_space(needs, small / "out", [runs])
     assert finding.code == "too-little-space"
     # full is not unwritable
     (small / "all").write_bytes(bytes(8 * 2**20))
     assert disk.not_writable(small / "out") is None
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    (finding,) = disk.unwritable([runs])
+    (finding,) = disk.check_writable([runs])
     assert describe(finding) == "error not-writable"
     assert "Read-only file system" in finding.message
 
@@ -302,7 +302,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     runs = WriteTarget(file / "below", "run folders", "LAUNCH_RUNS", vital=True)
     cache = WriteTarget(file / "kernels", "compiled kernels", "TRITON_CACHE_DIR")
     writable = WriteTarget(tmp_path / "new", "output", "")
-    first, second = disk.unwritable([runs, cache, writable])
+    first, second = disk.check_writable([runs, cache, writable])
     assert describe(first) == "error not-writable"
     assert "is not a folder" in first.message
     assert "LAUNCH_RUNS" in str(first.help)

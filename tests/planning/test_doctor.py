@@ -99,7 +99,7 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
 def test_the_command_that_installs() -> None:
     # the pin begins without flash-attn
     packages = set(ALL) - {"flash-attn", "deepspeed", "wandb"}
-    (finding,) = checks.packages(subject(plan_tulu(), *packages))
+    (finding,) = checks.check_packages(subject(plan_tulu(), *packages))
     assert finding.message == "/env/bin/python (a test) lacks deepspeed, wandb"
     plain, built = str(finding.help).split("; then ")
     assert plain.startswith("/env/bin/python -m pip install")
@@ -123,9 +123,9 @@ def test_arguments_need_packages_of_their_own(
 ) -> None:
     needs = BACKENDS["trl"].NEEDS
     plain = planned(from_text(tmp_path, TRL.format(data="some/set", more="seed: 1")))
-    assert list(checks.packages(subject(plain, *needs))) == []
+    assert list(checks.check_packages(subject(plain, *needs))) == []
     plan = planned(from_text(tmp_path, TRL.format(data="some/set", more=more)))
-    assert packages_that_lack(list(checks.packages(subject(plan, *needs)))) == lacking
+    assert packages_that_lack(list(checks.check_packages(subject(plan, *needs)))) == lacking
 
 
 def test_a_driver_that_does_not_answer(smi: Smi) -> None:
@@ -436,7 +436,7 @@ def test_flash_attn_is_needed_where_looking_for_it_fails_without(detects: bool) 
     schema = plan.stage.schema
     behaviours = {**schema.behaviours, behaviour.DETECTS_WITHOUT_FLASH: detects}
     stage = replace(plan.stage, schema=replace(schema, behaviours=behaviours))
-    needed = checks.needed(subject(replace(plan, stage=stage)))
+    needed = checks.list_needed(subject(replace(plan, stage=stage)))
     assert ("flash-attn" in needed) is not detects
 
 
@@ -451,7 +451,9 @@ def test_without_a_plan_the_commit_decides_whether_flash_attn_is_needed(release:
         version=release.version,
         release=release.version,
     )
-    needed = checks.needed(Subject(trainer=trainer(), upstream=source, stages=("sft",), gpus=2))
+    needed = checks.list_needed(
+        Subject(trainer=trainer(), upstream=source, stages=("sft",), gpus=2)
+    )
     assert ("flash-attn" in needed) is (release.version == OPEN_INSTRUCT.BASELINE)
 
 

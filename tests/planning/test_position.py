@@ -71,9 +71,9 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
     assert len(uninterrupted) == layout.total
     if step > layout.total:
         return
-    saved = epochs.advanced(layout, START, step)
+    saved = epochs.advance(layout, START, step)
     is_dpo = stage == "dpo"
-    mismatch = epochs.of_step(is_dpo, step, saved, layout, layout, keeps_order=keeps_order)
+    mismatch = epochs.check_step(is_dpo, step, saved, layout, layout, keeps_order=keeps_order)
     resumed = play(stage, layout, step, keeps_order=keeps_order)
     assert (mismatch is None) == (resumed == uninterrupted[step:])
 
@@ -82,11 +82,11 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
 def test_advancing_step_by_step_is_advancing_at_once(layout: EpochLayout, steps: int) -> None:
     position = START
     for _ in range(steps):
-        position = epochs.advanced(layout, position, 1)
+        position = epochs.advance(layout, position, 1)
         # the end of an epoch is the begin of the next one
         if position.micro >= layout.micro:
             position = DataPosition(position.epoch + 1, 0)
-    assert position == epochs.advanced(layout, START, steps)
+    assert position == epochs.advance(layout, START, steps)
 
 
 def layout_of(
@@ -113,14 +113,14 @@ def test_positions_measured_at_the_pin(
     is_dpo: bool, rows: int, interval: int, keeps_order: bool, steps: list[int]
 ) -> None:
     """Real runs: of 44 rows an epoch is 11 micro-batches and 6 steps, of 48 rows 12 and 6."""
-    inexact = epochs.inexact(is_dpo, layout_of(rows), interval, keeps_order=keeps_order)
-    assert list(inexact) == steps
+    inexact = epochs.find_inexact(is_dpo, layout_of(rows), interval, keeps_order=keeps_order)
+    assert [step for step, _ in inexact] == steps
 
 
 def test_a_limit_inside_an_epoch_is_passed() -> None:
     """With max_train_steps 8 a real run trained a ninth step."""
     limited = replace(layout_of(48), limit=8)
-    mismatch = epochs.of_step(False, 8, DataPosition(1, 4), limited, limited)
+    mismatch = epochs.check_step(False, 8, DataPosition(1, 4), limited, limited)
     assert mismatch is not None
     assert mismatch.reason == "over"
 
@@ -132,7 +132,7 @@ def test_a_limit_inside_an_epoch_is_passed() -> None:
 def test_transformers_counts_in_steps(
     step: int, epoch: float, batch: int, reason: str | None
 ) -> None:
-    mismatch = epochs.of_trl(step, epoch, 16, batch, 40)
+    mismatch = epochs.check_trl(step, epoch, 16, batch, 40)
     assert (mismatch and mismatch.reason) == reason
 
 
@@ -149,13 +149,13 @@ DOUBLED = replace(BEFORE, devices=4)
     ],
 )
 def test_a_step_has_the_same_rows_on_other_devices(layout: EpochLayout, reason: str | None) -> None:
-    saved = epochs.advanced(BEFORE, START, 3)
-    mismatch = epochs.of_step(False, 3, saved, BEFORE, layout)
+    saved = epochs.advance(BEFORE, START, 3)
+    mismatch = epochs.check_step(False, 3, saved, BEFORE, layout)
     assert (mismatch and mismatch.reason) == reason
 
 
 def test_an_epoch_of_another_layout_has_other_steps() -> None:
-    assert epochs.of_epoch(0, BEFORE, BEFORE) is None
-    mismatch = epochs.of_epoch(0, BEFORE, DOUBLED)
+    assert epochs.check_epoch(0, BEFORE, BEFORE) is None
+    mismatch = epochs.check_epoch(0, BEFORE, DOUBLED)
     assert mismatch is not None
     assert "4 steps" in mismatch.text

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ from launcher.report import page, series
 from launcher.report.series import Run
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
+from launcher.verdict.evidence import Evidence
 
 NASTY = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 "
@@ -251,6 +253,15 @@ def test_the_validation_loss_is_drawn_beside_the_loss(folder: RunFolder) -> None
     assert "eval_runtime" not in run["columns"]
 
 
+def test_a_validation_loss_that_was_not_finite_leaves_a_gap(folder: RunFolder) -> None:
+    with (folder.probe / "rank-0.jsonl").open("a") as file:
+        for step, loss in ((20, math.nan), (30, math.inf), (40, 0.4)):
+            event = {"event": "evaluation", "step": step, "metrics": {"eval_loss": loss}}
+            file.write(json.dumps(event) + "\n")
+    columns = show(*load(folder.path)).curves["runs"][0]["columns"]
+    assert columns["eval_loss"] == [None] * 39 + [0.4]
+
+
 def test_the_validation_loss_of_a_log_alone() -> None:
     run = series.load_run(DATA.parent / "corpus" / "trl_sft_eval.log")
     losses = run.series.columns["eval_loss"]
@@ -417,7 +428,7 @@ def test_the_page_of_a_judged_run_is_written(folder: RunFolder) -> None:
 
     # without the evidence it is the page without curves, and without a way there
     content = rundir.read_json(folder.manifest)
-    shown = show(series.run_from_records(folder.path, content, verdict.as_json(), []))
+    shown = show(series.run_from_records(folder.path, content, verdict.as_json(), [], Evidence()))
     assert not shown.tree.all("h2", id="curves")
     assert not shown.tree.all("a", href="#curves")
     assert shown.row("verdict", "finish")[0] == "completed"

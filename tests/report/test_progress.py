@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
+from launcher import redaction
 from launcher.report import live
 from launcher.report.live import View, panel, sparkline
 from launcher.report.progress import Progress, Tail
@@ -288,9 +289,10 @@ def test_of_a_run_that_has_ended_the_panel_shows_no_time_left(
 
 def panel_lines(columns: int, progress: Progress, tracker: str | None = None) -> list[str]:
     """The panel as a terminal of so many columns shows it."""
+    redactor = redaction.of_process()
     console = Console(width=columns, force_terminal=True, color_system=None, _environ={})
     with console.capture() as captured:
-        console.print(Group(*panel("sft demo", progress, console, tracker)))
+        console.print(Group(*panel("sft demo", progress, console, tracker, redactor)))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= columns
     return lines

@@ -13,6 +13,7 @@ from made_runs import loss, manifest, write_run
 
 from launcher.report import page, series
 from launcher.report.series import Run
+from launcher.verdict.evidence import Evidence
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -226,7 +227,7 @@ def test_texts_of_a_run_run_nothing(shown: Page, tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 1.0 / step, nasty: 1.0} for step in range(1, 20)]
     point = {"name": nasty, "state": nasty, "detail": {"reason": nasty}}
     verdict = {"status": nasty, "points": [point]}
-    run = series.run_from_records(tmp_path, content, verdict, rows)
+    run = series.run_from_records(tmp_path, content, verdict, rows, Evidence())
 
     shown.open(*series.rename_duplicates([run, run]))
     assert shown.driver.title == "2 runs"
@@ -266,7 +267,7 @@ def test_equal_curves_are_both_seen(shown: Page, tmp_path: Path) -> None:
 def test_a_spike_is_off_the_scale_and_named(shown: Page, tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 1.0, "grad_norm": 1.0} for step in range(1, 60)]
     rows[8]["grad_norm"] = 90.0
-    shown.open(series.run_from_records(tmp_path, manifest(), {"status": "pass"}, rows))
+    shown.open(series.run_from_records(tmp_path, manifest(), {"status": "pass"}, rows, Evidence()))
     button = shown.element("#panel-grad_norm button.clip")
     assert button.text == "up to 90 at step 9: show"
     clipped = shown.picture("grad_norm")

@@ -260,10 +260,10 @@ def test_facts_are_kept_without_keys_of_a_later_launch() -> None:
 
 
 def test_degenerate_series() -> None:
-    assert gates.fallen([]) is None
-    assert gates.fallen([1.0]) is None
-    assert gates.settled([math.nan]) is None
-    zero = gates.fallen([0.0] * 10)
+    assert gates.measure_fall([]) is None
+    assert gates.measure_fall([1.0]) is None
+    assert gates.average_end([math.nan]) is None
+    zero = gates.measure_fall([0.0] * 10)
     assert zero is not None
     assert zero.value == 0
-    assert gates.fallen([math.nan, 2.0, 1.0]) == gates.fallen([2.0, 1.0])
+    assert gates.measure_fall([math.nan, 2.0, 1.0]) == gates.measure_fall([2.0, 1.0])

@@ -31,7 +31,7 @@ def read(text: str, shape: str = "stage") -> Options:
 
 def refuse(text: str, shape: str = "stage") -> Finding:
     """The one error about the options of a file."""
-    _, findings = options.read_stage_options(config_of(text, shape), "sft", (), {"learning_rate"})
+    _, findings = options.read_stage_options(config_of(text, shape), "sft", None, {"learning_rate"})
     (finding,) = findings
     assert (finding.severity, finding.layer) == ("error", "launch")
     assert len(finding.message) < 200
@@ -144,7 +144,7 @@ def test_deepspeed_by_path(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(here.parent)
 
     def read_file(*overrides: str) -> Options:
-        return options.read_stage_options(load(path, overrides), "sft", [tmp_path / "checkout"])[0]
+        return options.read_stage_options(load(path, overrides), "sft", tmp_path / "checkout")[0]
 
     assert read_file().deepspeed == beside
     assert read_file("deepspeed=ds2.json").deepspeed == here

@@ -11,7 +11,7 @@ import saved
 import yaml
 
 from launcher.artifacts import model_files
-from launcher.cli.commands.trained import found_model
+from launcher.cli.commands.trained import find_model
 from launcher.cli.main import main
 from launcher.config import keys
 from launcher.runs import rundir
@@ -190,7 +190,7 @@ def test_a_pipeline_stands_for_its_last_run(tmp_path: Path) -> None:
     folder = rundir.runs_root() / "20260103T000000Z-pipeline-a"
     folder.mkdir()
     (folder / rundir.PIPELINE_RECORD).write_text(json.dumps({"stages": stages}))
-    assert found_model(folder.name).path == tmp_path / "dpo"
+    assert find_model(folder.name).path == tmp_path / "dpo"
 
 
 # Base models
@@ -320,7 +320,7 @@ def test_a_card_has_the_licence_and_the_lineage_of_its_base(tmp_path: Path) -> N
     make_run(tmp_path / "sft", "20260101T000000Z-sft-a")
     make_run(tmp_path / "dpo", "20260102T000000Z-dpo-a", model_name_or_path=str(tmp_path / "sft"))
 
-    text = card.made_of(trained_model(tmp_path / "dpo"))
+    text = card.render(trained_model(tmp_path / "dpo"))
 
     head = front_matter(text)
     assert head["base_model"] == QWEN
@@ -400,7 +400,7 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     ],
 )
 def test_the_prompt_of_a_row(row: dict[str, object], messages: list[dict[str, str]]) -> None:
-    assert prompts.of_row(row) == prompts.Prompt(messages=messages, expected="b")
+    assert prompts.read_prompt(row) == prompts.Prompt(messages=messages, expected="b")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_the_prompt_of_a_row(row: dict[str, object], messages: list[dict[str, st
     ],
 )
 def test_a_row_without_a_prompt(row: dict[str, object]) -> None:
-    assert prompts.of_row(row) is None
+    assert prompts.read_prompt(row) is None
 
 
 def write_rows(path: Path, *texts: str) -> None:

@@ -236,11 +236,11 @@ def plan_of(config: str, *words: str) -> Plan:
     return plan.make(collect.collect(request, Scope.FILE).stage, gpus=0)
 
 
-def write_entry(folder: Path, key: dict[str, Any]) -> Path:
+def write_entry(folder: Path, key: entries.EntryKey) -> Path:
     """A set of upstream's as far as its own record of it goes."""
     entry = folder / "0123456789"
     entry.mkdir(parents=True)
-    config = {"tokenizer_config": key["tokenizer"], "dataset_configs": key["data"]}
+    config = {"tokenizer_config": key.tokenizer, "dataset_configs": key.data}
     (entry / "config.json").write_text(json.dumps(config))
     (entry / "state.json").write_text("{}")
     (entry / "dataset_info.json").write_text("{}")
@@ -282,15 +282,15 @@ def test_a_set_made_before_the_download_is_no_hit(cache: Path, project: Path) ->
     """Upstream's key holds the tokenizer's files as the hub's cache has them, and the data's."""
     words = ("model_name_or_path=acme/tiny", "dataset_mixer_list=[acme/chats, '1.0']")
     before = entries.key(plan_of(SFT, *words))
-    assert before["tokenizer"]["tokenizer_files_hash"][1] == "tokenizer.json not found"
-    assert before["data"][0]["dataset_commit_hash"] is None
+    assert before.tokenizer["tokenizer_files_hash"][1] == "tokenizer.json not found"
+    assert before.data[0]["dataset_commit_hash"] is None
     write_entry(cache, before)
     assert entries.hit(cache, plan_of(SFT, *words)) is not None
 
     snapshot = write_to_hub(project, "acme/tiny")
     after = plan_of(SFT, *words)
     content = (snapshot / "tokenizer.json").read_bytes()
-    hashes = entries.key(after)["tokenizer"]["tokenizer_files_hash"]
+    hashes = entries.key(after).tokenizer["tokenizer_files_hash"]
     assert hashes[1] == hashlib.sha256(content).hexdigest()
     assert entries.hit(cache, after) is None
 
@@ -300,7 +300,7 @@ def test_a_set_on_the_hub_is_known_by_its_commit_once_its_card_is_here(
 ) -> None:
     def commit() -> str | None:
         key = entries.key(plan_of(SFT, "dataset_mixer_list=[acme/chats, '1.0']"))
-        hash: str | None = key["data"][0]["dataset_commit_hash"]
+        hash: str | None = key.data[0]["dataset_commit_hash"]
         return hash
 
     data = Path(os.environ["HF_HOME"]) / "hub" / "datasets--acme--chats"

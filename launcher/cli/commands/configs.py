@@ -1,6 +1,4 @@
-"""`launch init`, `validate-config`, `explain`, `schema`, `pin`: stage files and the source
-they are for.
-"""
+"""`launch init`, `validate-config`, `explain`, `schema`, `pin`, `configs`: stage files."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from launcher.cli.options import (
     Shared,
     answer,
     app,
-    files_of,
+    list_stage_files,
     takes,
 )
 from launcher.errors import (
@@ -55,9 +53,7 @@ if TYPE_CHECKING:
 
 
 VALIDATED_FOR = 8
-"""GPUs that a pipeline is judged for where its file does not say: a stage file is judged for
-none.
-"""
+"""GPUs that a pipeline is judged for if its file does not say."""
 
 pins = App(
     no_args_is_help=True,
@@ -94,23 +90,20 @@ def validate_config(
     paths: list[Path] = []
     for word in words:
         if word not in overrides:
-            paths += files_of(Path(word))
+            paths += list_stage_files(Path(word))
     if not paths:
         raise usage("no-input", "no stage file is named", "launch validate-config FILE KEY=VALUE")
     shared = replace(shared, overrides=overrides, format="text" if format == "text" else "json")
     findings: list[Finding] = []
     fixes: dict[Path, Fix] = {}
-    for path in paths if fix else ():
-        try:
-            fixes[path] = _fix_file(path, shared)
-        except InvalidConfig:
-            # judging the file says why it cannot be read
-            continue
-        except NotReady as error:
-            findings += error.findings
-    code = Exit.NOT_READY if findings else Exit.OK
+    code = Exit.OK
+    if fix:
+        fixes, findings = _fix_files(paths, shared)
+    if findings:
+        code = Exit.NOT_READY
     files: list[dict[str, object]] = []
-    for judged in _judge_deeply(paths, shared) if deep else _judge_each(paths, shared):
+    judge = _judge_deeply if deep else _judge_each
+    for judged in judge(paths, shared):
         of_file = judged.findings
         entry = {"path": str(judged.path), "valid": True, **judged.facts}
         if judged.path in fixes:
@@ -135,8 +128,23 @@ class _JudgedFile:
     findings: tuple[Finding, ...]
 
 
+def _fix_files(paths: Sequence[Path], shared: Shared) -> tuple[dict[Path, Fix], list[Finding]]:
+    """The fixes that were applied, by file, and the findings about files that cannot be written."""
+    fixes: dict[Path, Fix] = {}
+    findings: list[Finding] = []
+    for path in paths:
+        try:
+            fixes[path] = _fix_file(path, shared)
+        except InvalidConfig:
+            # judging the file says why it cannot be read
+            continue
+        except NotReady as error:
+            findings += error.findings
+    return fixes, findings
+
+
 def _fix_file(path: Path, shared: Shared) -> Fix:
-    """Apply the mechanical fixes of a file. Raises NotReady where it cannot be written."""
+    """Apply the mechanical fixes of a file. Raises NotReady if it cannot be written."""
     from launcher.stage import fix
 
     result = fix.of_file(path, stage_name=shared.stage, locator=shared.locator)
@@ -153,7 +161,7 @@ def _judge_each(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
 
 
 def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
-    """Each file with what its rehearsal shows too, all in one server a script."""
+    """Each file with the findings of its rehearsal; one server for each script serves all."""
     from launcher.planning import collect
     from launcher.workflows.rehearse import ask, rehearsal
 
@@ -209,11 +217,14 @@ def _judge_pipeline(path: Path, shared: Shared) -> _JudgedFile:
 
 
 def _render_entry(entry: Mapping[str, Any]) -> str:
-    line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
+    word = "valid" if entry["valid"] else "invalid"
+    line = f"{entry['path']}: {word}"
     if "stages" in entry:
-        line += f" (a pipeline: {', '.join(entry['stages'])}"
+        stages = ", ".join(entry["stages"])
+        line += f" (a pipeline: {stages}"
         if "evaluated" in entry:
-            line += f"; evaluated: {', '.join(entry['evaluated'])}"
+            evaluated = ", ".join(entry["evaluated"])
+            line += f"; evaluated: {evaluated}"
         return f"{line})"
     source = entry.get("upstream")
     if source is None:
@@ -246,14 +257,18 @@ def explain(
     Of an argument: what it does, type, default, who reads it, its value in a stage file, its
     history.
     """
-    from launcher import findings
     from launcher.config import keys, load
     from launcher.stage import explain
 
     loaded = None
+    redactor = None
+    in_pipelines = None
     derived: Mapping[str, tuple[object, str]] = {}
-    if config is not None:
+    if config is None:
+        in_pipelines = keys.PIPELINE.get(key.partition(".")[0])
+    else:
         loaded = load.load(config, overrides or ())
+        redactor = loaded.redactor
         request = shared.request(config=config, overrides=overrides or (), gpus=gpus)
         derived = _derive_arguments(request, loaded)
     explained = explain.explain(
@@ -264,7 +279,6 @@ def explain(
         backend=shared.backend,
         derived=derived,
     )
-    in_pipelines = keys.PIPELINE.get(key.partition(".")[0]) if config is None else None
     if in_pipelines is not None:
         # not the arguments that only have the word in their names
         explained = [argument for argument in explained if argument.key == key]
@@ -272,12 +286,7 @@ def explain(
         explained = []
     meanings: Sequence[tuple[CodeSection, Meaning]] = ()
     if not explained and in_pipelines is None:
-        meanings = tuple(findings.rows_of(key))
-        if not meanings:
-            near = " or ".join(f"`{name}`" for name in explain.near(key))
-            help = f"did you mean {near}?" if near else "launch schema lists them all"
-            message = f"no such argument, now or earlier: `{key}`"
-            raise usage("no-such-key", message, help)
+        meanings = _find_meanings(key)
     texts = ["\n".join(argument.lines()) for argument in explained]
     if in_pipelines is not None:
         texts.append("\n".join(explain.pipeline_lines(in_pipelines)))
@@ -294,12 +303,26 @@ def explain(
     }
     # what is the same for SFT and DPO is said once
     text = "\n\n".join(dict.fromkeys(texts))
-    redactor = None if loaded is None else loaded.redactor
     return answer("explain", shared.format, data, [text], redactor=redactor)
 
 
+def _find_meanings(code: str) -> Sequence[tuple[CodeSection, Meaning]]:
+    """What a code of findings means. Raises UsageError with what else may have been meant."""
+    from launcher import findings
+    from launcher.stage import explain
+
+    meanings = tuple(findings.rows_of(code))
+    if meanings:
+        return meanings
+    help = "launch schema lists them all"
+    near = " or ".join(f"`{name}`" for name in explain.near(code))
+    if near:
+        help = f"did you mean {near}?"
+    raise usage("no-such-key", f"no such argument, now or earlier: `{code}`", help)
+
+
 def _derive_arguments(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
-    """What launch sets for this stage file, with the reason; nothing where it is invalid."""
+    """What launch sets for this stage file, with the reason; empty if it is invalid."""
     from launcher.planning import collect, prepare
     from launcher.planning.collect import Scope
 
@@ -307,9 +330,7 @@ def _derive_arguments(request: Request, loaded: Config) -> dict[str, tuple[objec
         plan = prepare.complete(collect.collect(request, Scope.PLAN, loaded=loaded)).plan
     except LaunchError:
         return {}
-    machine = "the CPU"
-    if request.gpus:
-        machine = "1 GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
+    machine = console.count_gpus(plan.gpus)
     names = plan.stage.entry.names
     derived: dict[str, tuple[object, str]] = {}
     for name, setting in plan.derived.items():
@@ -402,7 +423,7 @@ def pin_diff(
     pair = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths: list[Path] = []
     for path in configs or ():
-        paths += files_of(path)
+        paths += list_stage_files(path)
     changes = difference.between(pair, paths, stage=shared.stage)
     if shared.format == "json":
         new: list[Finding] = []
@@ -430,10 +451,9 @@ def pin_move(
     from launcher.pin.move import move
 
     moved = move.move(commit, shared.open_instruct, os.environ, console.say_aside)
-    lines = [] if shared.format == "json" else list(moved.lines())
-    return answer(
-        "pin move", shared.format, moved.as_json(), lines, moved.findings, moved.exit_code
-    )
+    data = moved.as_json()
+    lines = moved.lines()
+    return answer("pin move", shared.format, data, lines, moved.findings, moved.exit_code)
 
 
 @app.command(
@@ -501,10 +521,11 @@ def init(
         data = data or typer.prompt("Data set (a name on the hub, a file or a folder)", err=True)
         if gpus is None:
             gpus = typer.prompt("GPUs", default=1, type=int, err=True)
-    lacking = [name for name, value in (("--model", model), ("--data", data)) if not value]
     if not model or not data:
+        options = {"--model": model, "--data": data}
+        lacking = " and ".join(name for name in options if not options[name])
         help = "launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara"
-        raise usage("no-input", f"{' and '.join(lacking)} must be given", help)
+        raise usage("no-input", f"{lacking} must be given", help)
     new = draft.new(
         stage,
         backend,
@@ -530,7 +551,7 @@ def _convert_file(
     script_args: str | None,
     replacements: Replacements,
 ) -> Exit:
-    """Write the stage file that a file or script of another tool's describes."""
+    """Convert a file or script of another tool into a stage file."""
     from launcher.stage.conversion import convert
 
     conversion = convert.convert(
@@ -619,7 +640,7 @@ def _require_free(path: Path) -> Path:
 
 
 def _choose_free_output(path: Path) -> str:
-    """An output folder that no other stage file has: two models in one folder would be one run."""
+    """An output folder that does not exist: two stage files must not share one."""
     name = path.with_suffix("")
     if path.is_absolute() or ".." in path.parts:
         name = Path(path.stem)
@@ -639,7 +660,11 @@ app.add_typer(shipped_files, name="configs")
 
 def _find_shipped() -> dict[str, Path]:
     folder = shipped("configs")
-    return {str(path.relative_to(folder).with_suffix("")): path for path in files_of(folder)}
+    files = {}
+    for path in list_stage_files(folder):
+        name = path.relative_to(folder).with_suffix("")
+        files[str(name)] = path
+    return files
 
 
 @shipped_files.callback(invoke_without_command=True)
@@ -651,7 +676,9 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
     lines = []
     files = _find_shipped()
     width = max(map(len, files), default=0)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    columns = 1000
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
     for name, path in files.items():
         summary = path.read_text("utf-8").split("\n")[0].strip("# .:")
         rows.append({"name": name, "path": str(path), "summary": summary})
@@ -678,10 +705,11 @@ def copy_config(
     if path is None:
         message = f"no stage file `{name}` ships with launch"
         raise usage("no-such-config", message, nearest(name, list(files)))
-    copy = target if target.suffix in SUFFIXES else target / path.name
-    copies = {path: copy}
+    if target.suffix not in SUFFIXES:
+        target /= path.name
+    copies = {path: target}
     for stage in read_yaml(path).value.get("stages") or ():
-        copies[path.parent / stage["config"]] = copy.parent / stage["config"]
+        copies[path.parent / stage["config"]] = target.parent / stage["config"]
     for copy in copies.values():
         _require_free(copy)
     for source, copy in copies.items():

@@ -73,7 +73,7 @@ def plan(
     )
     result = forecast.make(facts, counts, options)
     findings = (*result.findings, *rehearsal.dropped_rows(facts))
-    # a count that cannot be must not cost the table of the others
+    # an impossible count of GPUs must not hide the table of the others
     code = Exit.CONFIG if errors(findings) else Exit.OK
 
     def show() -> None:
@@ -202,7 +202,7 @@ def prepare(shared: Shared) -> Exit:
 
     facts = collect(shared.request(), Scope.HOST)
     result = prefetch.prepare_caches(facts, console.say_aside)
-    # now that model, tokenizer and data are here
+    # it needs the model, tokenizer and data that were just fetched
     shared.rehearse_first({"": facts})
     return answer(
         "prepare",
@@ -315,7 +315,8 @@ def bench(
     draft = bench.Bench(
         request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit_s
     )
-    planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
+    scope = Scope.FILE if shared.slurm else Scope.START
+    planned = bench.plan(draft, scope)
     shared.print_findings(planned.findings, planned.redactor)
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:

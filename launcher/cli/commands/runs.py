@@ -1,12 +1,11 @@
-"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or
-was.
-"""
+"""`launch runs`, `attach`, `logs`, `stop`, `rm`, `check`, `report`, `cache`: about runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -23,7 +22,7 @@ from launcher.cli.options import (
     answer,
     app,
     confirm_deletion,
-    not_begun,
+    refuse_unstarted,
     require_run,
 )
 from launcher.errors import Exit, Finding, usage
@@ -52,7 +51,7 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
     folder = require_run(run)
     attempt = follow.newest_attempt(folder)
     if not follow.has_begun(folder, attempt):
-        raise not_begun(folder)
+        raise refuse_unstarted(folder)
     return until_over("attach", folder, attempt, (), format, forward=False)
 
 
@@ -76,10 +75,11 @@ def logs(
         print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
         name = folder.path.name
-        logs = [n for n in range(1, folder.attempts() + 1) if folder.console(n).exists()]
         help = f"launch check {name} says what is left of it"
+        numbers = range(1, folder.attempts() + 1)
+        logs = [str(attempt) for attempt in numbers if folder.console(attempt).exists()]
         if logs:
-            help = f"it has {', '.join(map(str, logs))}: launch logs {name} --attempt {logs[-1]}"
+            help = f"it has {', '.join(logs)}: launch logs {name} --attempt {logs[-1]}"
         raise usage("no-such-log", f"{name} has no log of attempt {number}", help) from None
 
 
@@ -145,9 +145,10 @@ def runs(
     groups = [[row] for row in rows] if whole else overview.group_rows(rows)
     if last is not None:
         groups = groups[-last:]
-    data = [row for group in groups for row in group]
     if not groups:
-        return answer("runs", format, data, ["no such runs" if state or here else "no runs yet"])
+        message = "no such runs" if state or here else "no runs yet"
+        return answer("runs", format, [], [message])
+    data = list(chain.from_iterable(groups))
     table = [overview.summarize(group, runs_only=whole) for group in groups]
     return answer("runs", format, data, partial(console.print_table, table, overview.COLUMNS))
 
@@ -178,7 +179,8 @@ def remove(
         if not removed.manifest.exists():
             rundir.unregister("runs", removed.path)
     data = {"removed": [str(path) for path in plan.roots], "kept": kept}
-    return answer("rm", format, data, [*(f"deleted {line}" for line in lines), *kept])
+    deleted = [f"deleted {line}" for line in lines]
+    return answer("rm", format, data, deleted + kept)
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -194,8 +196,11 @@ def check(
     from launcher.verdict import check
 
     notes: tuple[Finding, ...] = ()
-    log = Path("/dev/stdin" if target == "-" else target)
-    name = "standard input" if target == "-" else target
+    log = Path(target)
+    name = target
+    if target == "-":
+        log = Path("/dev/stdin")
+        name = "standard input"
     # a pipe is a log too
     if exists(log) and not log.is_dir():
         verdict = check.judge_log(log, _find_log_redactor(log))
@@ -209,7 +214,7 @@ def check(
             return _check_each(log, members, allow_unproven, format)
         folder = require_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
-            raise not_begun(folder)
+            raise refuse_unstarted(folder)
         judged = conclude.judge_and_write(folder)
         name = folder.path.name
         verdict = judged.verdict
@@ -220,9 +225,7 @@ def check(
 
 
 def _find_log_redactor(log: Path) -> Redactor | None:
-    """What was secret at the start of the run in whose folder a log lies; None where it lies
-    in none.
-    """
+    """The redactor of the run whose folder holds a log; None if it is in none."""
     folder = log.absolute().parent
     if not exists(folder / "start.json"):
         return None

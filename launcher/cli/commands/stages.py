@@ -1,4 +1,4 @@
-"""`launch sft`, `dpo`, `pipeline`, `exec`: starting stages and looking on."""
+"""`launch sft`, `dpo`, `pipeline`, `exec`: commands that start stages and follow them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def _make_stage_command(stage: str) -> Callable[..., Exit]:
             help="accept a DeepSpeed that corrupts gradients (finding overlap-corrupts)",
         ),
     ) -> Exit:
-        shared.require_sense()
+        shared.reject_ignored_options()
         request = shared.request(
             stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh
         )
         if shared.dry_run:
             return _dry_run(request, shared)
-        return _queue_run(request, shared) if shared.slurm else _run_stage(request, shared)
+        if shared.slurm:
+            return _queue_run(request, shared)
+        return _run_stage(request, shared)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -59,11 +61,13 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 
 
 def _dry_run(request: Request, shared: Shared) -> Exit:
+    """Answer with the plan and the command of a stage, or its batch script; start nothing."""
     from launcher.lifecycle import start
     from launcher.planning import prepare
     from launcher.planning.collect import Scope
 
-    prepared = prepare.prepare_start(request, Scope.FILE if shared.slurm else Scope.PLAN)
+    scope = Scope.FILE if shared.slurm else Scope.PLAN
+    prepared = prepare.prepare_start(request, scope)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     data = prepared.as_json()
     script = None
@@ -79,14 +83,15 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 
 def _run_stage(request: Request, shared: Shared) -> Exit:
+    """Start a stage on this machine, and follow it unless it is detached."""
     from launcher.lifecycle import on_finish, start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
     from launcher.runs import lease, preemption, runner
 
-    ending = shared.at_end()
+    ending = shared.parse_end_options()
     on_finish.require_program(ending["on_finish"])
-    # the supervisor reads it too late to say so
+    # a mistake is refused here: the supervisor reads these variables too late
     runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
@@ -108,7 +113,7 @@ def _run_stage(request: Request, shared: Shared) -> Exit:
 
 
 def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
-    """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
+    """Answer with the verdict of a run that has nothing left to train."""
     from launcher.lifecycle import conclude
     from launcher.verdict import check
 
@@ -122,12 +127,13 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
 
 def _queue_run(request: Request, shared: Shared) -> Exit:
+    """Queue a stage as a Slurm job."""
     from launcher.lifecycle import start, supervisor
     from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
     from launcher.runs import slurm
 
-    ending = shared.at_end()
+    ending = shared.parse_end_options()
     prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
@@ -149,7 +155,7 @@ def _queue_run(request: Request, shared: Shared) -> Exit:
 def _answer_detached(
     stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
-    """Say where the run can be looked at."""
+    """Print the commands that show and stop a run in the background."""
     from launcher.lifecycle import background
 
     session = None
@@ -175,6 +181,10 @@ def until_over(
     *,
     forward: bool = True,
 ) -> Exit:
+    """Show a run until it is over, and answer with its verdict.
+
+    Ctrl-C stops the run; without `forward`, it only ends the view.
+    """
     from launcher.lifecycle import follow
 
     try:
@@ -183,7 +193,7 @@ def until_over(
         data = {"run": str(folder.path), "detached": True}
         lines = [f"the run continues: launch attach {folder.path.name}"]
         return answer(command, format, data, lines, before=findings, redactor=attempt.redactor)
-    # not before: what is looked at should be shown at once, and what judges runs is slow to import
+    # imported late: it is slow, and the run should be shown at once
     from launcher.lifecycle import conclude
 
     if attempt.rank:
@@ -288,7 +298,8 @@ def pipeline(
     )
     if shared.dry_run:
         return _dry_run_pipeline(pipeline.dry_run(request), shared)
-    plan = plan_stages(request, Scope.FILE if shared.slurm else Scope.START)
+    scope = Scope.FILE if shared.slurm else Scope.START
+    plan = plan_stages(request, scope)
     warnings = [finding for finding in plan.findings if finding.severity != "note"]
     shared.print_findings(warnings, plan.redactor)
     stages = plan.resolved()

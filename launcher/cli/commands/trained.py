@@ -1,4 +1,4 @@
-"""`launch chat`, `launch merge`, `launch card`: what one does with a model that was trained."""
+"""`launch chat`, `launch merge`, `launch card`: commands about a trained model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from typer import Argument, Option
 
-from launcher import redaction
 from launcher.cli.options import FORMAT, Format, answer, app, require_run, run_names
-from launcher.errors import Exit, LaunchError, not_ready, usage
+from launcher.errors import Exit, LaunchError, not_ready, unwritable, usage
 from launcher.redaction import Redactor
 from launcher.report import console
 
@@ -50,11 +49,11 @@ _HINT = (
 )
 
 
-def found_model(target: str, base: Base | None = None) -> TrainedModel:
-    """The model of a folder, of a run, or of the last run of a pipeline; `base` counts instead of
-    what records say.
+def find_model(target: str, base: Base | None = None) -> TrainedModel:
+    """The model of a folder, of a run, or of the last run of a pipeline.
 
-    Raises UsageError where there is no such run, NotReady where it has no final model.
+    `base` replaces the recorded base. Raises UsageError if there is no such run, NotReady if it has
+    no final model.
     """
     from launcher.runs import rundir
     from launcher.trained import model
@@ -64,7 +63,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
         saved = model.of_folder(folder, base)
         if saved is not None:
             return saved
-        run = model.writer_of(folder)
+        run = model.find_writer(folder)
         if run is not None:
             return model.of_run(run, base)
     campaign = rundir.find_campaign(target)
@@ -81,9 +80,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
 
 
 def _find_last_run(campaign: Path) -> RunFolder:
-    """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune
-    leave no model.
-    """
+    """The last run of a pipeline. Raises NotReady for a bench, ladder or tune."""
     from launcher.runs import rundir
 
     if not (campaign / rundir.PIPELINE_RECORD).is_file():
@@ -127,25 +124,18 @@ def chat(
 
     Without a terminal, the prompt is read from stdin.
     """
-    from launcher.trained import chat, worker
+    from launcher.trained import chat
     from launcher.trained.model import trainer_of
 
-    if cpu and devices is not None:
-        raise usage("useless-option", "--devices has no effect with --cpu")
-    model = found_model(target)
-    redactor = _find_redactor(model)
+    environ = _build_environment(devices, cpu=cpu)
+    model = find_model(target)
+    redactor = model.redactor
     questions = _read_prompts(prompts, format)
-    if base and model.base is None:
-        message = (
-            f"it is unknown which model {model.path} was trained from: no run's record names it"
-        )
-        raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
+    names = str(model.path)
+    if base:
+        names += f" and {_require_base(model).name}"
     trainer = trainer_of(model, python, chat.needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    environ = worker.environment(os.environ, devices=devices, cpu=cpu)
-    names = str(model.path)
-    if base and model.base is not None:
-        names += f" and {model.base.name}"
     console.say_aside(f"loading {names}")
     with _handle_termination(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
@@ -158,26 +148,44 @@ def chat(
             return Exit.OK
         if format == "json":
             turns = chat.answer_all(talk, questions, beside=base)
-            data = {
-                "model": str(model.path),
-                "base": model.base.as_json() if model.base else None,
-                "adapter": model.is_adapter,
-                "device": talk.device,
-                "dtype": talk.dtype,
-                "chat_template": talk.has_template,
-                "turns": [turn.as_json() for turn in turns],
-            }
+            data = {**_describe_chat(model, talk), "turns": [turn.as_json() for turn in turns]}
             return answer("chat", format, data, (), redactor=redactor)
         for prompt in questions:
             _show_turn(talk, prompt, redactor, beside=base)
     return Exit.OK
 
 
-def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
-    """What to ask; None where somebody at a terminal is going to say.
+def _build_environment(devices: str | None, *, cpu: bool) -> dict[str, str]:
+    """The environment of the process that loads the model. Raises UsageError."""
+    from launcher.trained import worker
 
-    Raises UsageError where it is empty.
-    """
+    if cpu and devices is not None:
+        raise usage("useless-option", "--devices has no effect with --cpu")
+    return worker.environment(os.environ, devices=devices, cpu=cpu)
+
+
+def _require_base(model: TrainedModel) -> Base:
+    if model.base is None:
+        message = (
+            f"it is unknown which model {model.path} was trained from: no run's record names it"
+        )
+        raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
+    return model.base
+
+
+def _describe_chat(model: TrainedModel, talk: Chat) -> dict[str, object]:
+    return {
+        "model": str(model.path),
+        "base": None if model.base is None else model.base.as_json(),
+        "adapter": model.is_adapter,
+        "device": talk.device,
+        "dtype": talk.dtype,
+        "chat_template": talk.has_template,
+    }
+
+
+def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
+    """The prompts; None if the user types them at the terminal. Raises UsageError if empty."""
     help = "--prompt TEXT, or text on stdin"
     if prompts is None and sys.stdin.isatty():
         if format == "json":
@@ -189,17 +197,6 @@ def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | 
     if not all(texts):
         raise usage("no-prompt", "the prompt is empty", help)
     return texts
-
-
-def _find_redactor(model: TrainedModel) -> Redactor:
-    """What must not be shown of a model: what was secret to the run that left it, where that
-    is known.
-    """
-    if model.run is None:
-        return redaction.of_process()
-    from launcher.runs import attempt
-
-    return attempt.redactor(model.run)
 
 
 def _show_turn(talk: Chat, prompt: str, redactor: Redactor, *, beside: bool) -> None:
@@ -226,8 +223,8 @@ def _explain_end(result: Reply) -> str:
 
 
 def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
-    """Ask whoever sits at the terminal, until they have had enough."""
-    # lines can be edited, and come back with the arrow keys
+    """Answer what the user types, until Ctrl-D."""
+    # makes `input` edit lines and recall them with the arrow keys
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
 
@@ -252,7 +249,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
 
 
 def _is_prompt_refusal(error: LaunchError) -> bool:
-    """Whether only this prompt was refused, and the model still answers others."""
+    """Whether only this prompt was refused, so that the chat goes on."""
     return {finding.code for finding in error.findings} <= {"template-refuses", "too-long-prompt"}
 
 
@@ -275,7 +272,7 @@ def _interrupt_answers(talk: Chat) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handle_termination() -> Iterator[None]:
-    """TERM ends this command as INT does: nothing is left behind."""
+    """Treat SIGTERM as SIGINT, so that nothing is left behind."""
     from launcher.machine import process
 
     with process.signal_handlers({signal.SIGTERM: signal.default_int_handler}):
@@ -309,18 +306,16 @@ def merge(
 
     What is saved loads without peft. Its logits are compared before the folder gets its name.
     """
-    from launcher.trained import merge, worker
+    from launcher.trained import merge
     from launcher.trained.chat import NEEDS_OF_ADAPTERS
     from launcher.trained.model import Base, trainer_of
 
-    if cpu and devices is not None:
-        raise usage("useless-option", "--devices has no effect with --cpu")
-    model = found_model(target, None if base is None else Base(name=base))
+    environ = _build_environment(devices, cpu=cpu)
+    model = find_model(target, None if base is None else Base(name=base))
     merge.require_mergeable(model)
     place = output or merge.usual_output(model)
     merge.require_free(place)
     trainer = trainer_of(model, python, NEEDS_OF_ADAPTERS)
-    environ = worker.environment(os.environ, devices=devices, cpu=cpu)
 
     def say(text: str) -> None:
         if format == "text":
@@ -329,9 +324,8 @@ def merge(
     with _handle_termination():
         merged = merge.merge(model, trainer, place, environ, say)
     lines = [*merged.lines(), f"launch chat {merged.output}"]
-    return answer(
-        "merge", format, merged.as_json(), lines, merged.findings, redactor=_find_redactor(model)
-    )
+    data = merged.as_json()
+    return answer("merge", format, data, lines, merged.findings, redactor=model.redactor)
 
 
 @app.command(epilog="Example: launch card last --output card.md")
@@ -360,23 +354,23 @@ def card(
 
     if output is not None and replace:
         raise usage("useless-option", "--replace has no effect with --output")
-    model = found_model(target)
-    text = card.made_of(model)
+    model = find_model(target)
+    text = card.render(model)
     if output is not None and str(output) == "-":
         return answer("card", format, {"card": text, "path": None}, [text.rstrip()])
     if output is not None:
         try:
             files.write_text(output, text)
         except OSError as error:
-            message = f"cannot be written: {error.strerror or error}"
-            raise not_ready("unwritable-file", message, file=str(output)) from None
+            raise unwritable(output, error) from None
         return answer("card", format, {"card": text, "path": str(output)}, [f"card: {output}"])
     written = card.write(model, text, replace=replace)
-    lines = [f"card: {written.path}"]
-    if written.kept is not None:
-        lines.insert(0, f"the one before: {written.kept}")
+    lines = []
     if written.replaced is not None:
-        lines.insert(0, f"replaced {written.replaced}")
-    lines.append(next_steps.of_model(model).push.partition(" && ")[2])
-    kept = None if written.kept is None else str(written.kept)
+        lines.append(f"replaced {written.replaced}")
+    kept = None
+    if written.kept is not None:
+        kept = str(written.kept)
+        lines.append(f"the one before: {kept}")
+    lines += [f"card: {written.path}", next_steps.format_upload_command(model)]
     return answer("card", format, {"card": text, "path": str(written.path), "kept": kept}, lines)

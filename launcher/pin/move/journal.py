@@ -10,16 +10,32 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from launcher.errors import NotReady, launch_finding
+from launcher.errors import Finding, NotReady, launch_finding
 from launcher.files import write_bytes
 from launcher.lazy_dataclass import dataclass
 
 NAME = "launch-pin-move"
 _PART = f"{NAME}.part"
 _GITLINK = "160000"
+
+
+@dataclass(frozen=True, slots=True)
+class _Replacement:
+    """One file of a journal: the digests of its text before and after, None without a file."""
+
+    path: str
+    before: str | None
+    after: str | None
+
+    def is_done(self, clone: Path) -> bool:
+        return _digest_file(clone / self.path) == self.after
+
+    def is_foreign(self, clone: Path) -> bool:
+        """Whether somebody else has changed the file since."""
+        return _digest_file(clone / self.path) not in {self.before, self.after}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +57,7 @@ class Journal:
         part = self.folder.with_name(_PART)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        rows: list[dict[str, Any]] = []
+        replacements: list[_Replacement] = []
         for number, name in enumerate(sorted(files)):
             raw = files[name]
             before = _digest_file(self.clone / name)
@@ -49,8 +65,8 @@ class Journal:
             if raw is not None:
                 write_bytes(part / str(number), raw, durable=True)
                 after = _digest(raw)
-            rows.append({"path": name, "before": before, "after": after})
-        record = {"files": rows, "gitlink": dict(gitlink)}
+            replacements.append(_Replacement(name, before, after))
+        record = {"files": list(map(asdict, replacements)), "gitlink": dict(gitlink)}
         text = json.dumps(record, indent=1)
         write_bytes(part / "changes.json", text.encode(), durable=True)
         os.rename(part, self.folder)
@@ -61,32 +77,33 @@ class Journal:
         Raises NotReady, before it writes anything, where a file was changed after it was prepared.
         """
         record = json.loads((self.folder / "changes.json").read_bytes())
+        replacements = [_Replacement(**row) for row in record["files"]]
         findings = []
-        for row in record["files"]:
-            if _digest_file(self.clone / row["path"]) not in {row["before"], row["after"]}:
-                message = "was changed after a move of the pin began that did not end"
-                help = "undo the change and repeat the command, or give that move up"
-                help = f"{help}: rm -r {self.folder}"
-                findings.append(
-                    launch_finding("error", "move-interrupted", message, help, file=row["path"])
-                )
+        for replacement in replacements:
+            if replacement.is_foreign(self.clone):
+                findings.append(self._describe_foreign(replacement.path))
         if findings:
             raise NotReady(findings)
+        begun = any(replacement.is_done(self.clone) for replacement in replacements)
         # what can be refused comes first
         for path, commit in record["gitlink"].items():
-            self._record_commit(
-                path, commit, begun=any(_is_new(self.clone, row) for row in record["files"])
-            )
-        for number, row in enumerate(record["files"]):
-            target = self.clone / row["path"]
-            if _is_new(self.clone, row):
+            self._record_commit(path, commit, begun=begun)
+        for number, replacement in enumerate(replacements):
+            if replacement.is_done(self.clone):
                 continue
-            if row["after"] is None:
+            target = self.clone / replacement.path
+            if replacement.after is None:
                 target.unlink()
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             _replace_file(target, (self.folder / str(number)).read_bytes())
         shutil.rmtree(self.folder)
+
+    def _describe_foreign(self, path: str) -> Finding:
+        message = "was changed after a move of the pin began that did not end"
+        help = "undo the change and repeat the command, or give that move up"
+        help = f"{help}: rm -r {self.folder}"
+        return launch_finding("error", "move-interrupted", message, help, file=path)
 
     def _record_commit(self, path: str, commit: str, *, begun: bool) -> None:
         """Write a submodule's commit into git's index; a refusal before it has `begun` ends it."""
@@ -102,11 +119,6 @@ class Journal:
         raise NotReady(
             launch_finding("error", "move-interrupted", message, "repeat the command", file=path)
         )
-
-
-def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
-    after: str | None = row["after"]
-    return _digest_file(clone / row["path"]) == after
 
 
 def _replace_file(target: Path, raw: bytes) -> None:

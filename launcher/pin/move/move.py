@@ -133,9 +133,7 @@ def _move(
     finally:
         shutil.rmtree(place, ignore_errors=True)
     names = cited.commits_of_rules()
-    confirmed_commits = [
-        commit for commit in trees if any(commit.startswith(confirmed) for confirmed in names)
-    ]
+    confirmed_commits = [commit for commit in trees if commit.startswith(names)]
     later = cited.later_than(commits.new, confirmed_commits, commits.repository)
     reviewed = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
     gitlink = {SUBMODULE: commits.new} if _is_submodule(clone) else {}
@@ -155,13 +153,11 @@ def _read_trees(commits: pin.Commits) -> dict[str, SourceFiles]:
         if commit is None:
             message = f"{repository.root} lacks {name}, at which rules were confirmed"
             help = f"git -C {repository.root} fetch origin {name}"
-            findings.append(
-                launch_finding("error", "unknown-commit", message, help, file=str(repository.root))
-            )
+            file = str(repository.root)
+            findings.append(launch_finding("error", "unknown-commit", message, help, file=file))
         else:
-            trees[commit] = SourceFiles(
-                {cited.PACKAGE: CommitTree(repository, commit, cited.PACKAGE)}
-            )
+            tree = CommitTree(repository, commit, cited.PACKAGE)
+            trees[commit] = SourceFiles({cited.PACKAGE: tree})
     if findings:
         raise NotReady(findings)
     return trees

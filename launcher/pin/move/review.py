@@ -109,14 +109,15 @@ def review(
     old, new = commits
     confirmed = _read_confirmed_tables(cited, trees)
     standing = RuleStanding("", confirmed, trees[new].place)
+    # by the function that changed and the commit where its rules were confirmed
     waiting: dict[tuple[str, str], list[tuple[Unconfirmed, str]]] = {}
     for rule in rules_of(PACKAGE):
         release, differing = standing.nearest(rule)
         commit = release.rpartition(" ")[2]
         for citation in differing:
             function = _name_function(citation, [trees[commit], trees[new]])
-            waiting_for = waiting.setdefault((function, commit), [])
-            waiting_for.append((_describe_rule(rule, cited), citation))
+            pairs = waiting.setdefault((function, commit), [])
+            pairs.append((_describe_rule(rule, cited), citation))
     changed = []
     for (name, commit), pairs in sorted(waiting.items()):
         changed.append(_describe_change(name, pairs, trees[commit], trees[new]))
@@ -147,9 +148,8 @@ def _describe_rule(rule: Callable[..., object], cited: Sequence[Citing]) -> Unco
         return Unconfirmed(rule.__name__, f"{file}:{code.co_firstlineno}")
     # made by `check`: it stands where its citation is written
     named = set(citations.of_rule(rule))
-    where = next(
-        citing.where for citing in cited if citing.citation in named and "/rules/" in citing.file
-    )
+    places = [citing for citing in cited if citing.citation in named]
+    where = next(citing.where for citing in places if "/rules/" in citing.file)
     return Unconfirmed(about, where)
 
 
@@ -194,13 +194,16 @@ def _read_enclosing_text(source: SourceFiles, names: Sequence[str]) -> str:
     for citation in names:
         named = citations.parse(citation)
         cited = source.find(named)
-        if cited is None and named.symbol:
-            cited = source.find(citations.Citation(named.label, named.symbol))
-            if cited is not None and not cited[0].is_function(cited[1]):
-                continue
         if cited is not None:
             file, line = cited
             return file.enclosing(line)
+        if not named.symbol:
+            continue
+        defined = source.find(citations.Citation(named.label, named.symbol))
+        if defined is not None:
+            file, line = defined
+            if file.is_function(line):
+                return file.enclosing(line)
     return ""
 
 
@@ -210,12 +213,14 @@ def _describe_stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale
     if before is None:
         return Stale(citing.where, citing.citation, "", None)
     file, line = before
-    after = new.file(named.label)
-    nearest = None if after is None else _find_nearest_line(file.lines, after.lines, line)
+    text = file.lines[line - 1].strip()
     now = None
-    if after is not None and nearest is not None:
-        now = f"{named.label}:{nearest}: {after.lines[nearest - 1].strip()}"
-    return Stale(citing.where, citing.citation, file.lines[line - 1].strip(), now)
+    after = new.file(named.label)
+    if after is not None:
+        nearest = _find_nearest_line(file.lines, after.lines, line)
+        if nearest is not None:
+            now = f"{named.label}:{nearest}: {after.lines[nearest - 1].strip()}"
+    return Stale(citing.where, citing.citation, text, now)
 
 
 def _find_nearest_line(old: Sequence[str], new: Sequence[str], line: int) -> int | None:

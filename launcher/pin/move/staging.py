@@ -67,7 +67,8 @@ def stage(
     Raises InvalidConfig where the new commit cannot be read as this launch reads open-instruct,
     NotReady where something here is lacking.
     """
-    copy, checkout = place / "launch", place / "open-instruct"
+    copy = place / "launch"
+    checkout = place / "open-instruct"
     names = list(_list_tracked(clone))
     for name in names:
         target = copy / name
@@ -186,28 +187,28 @@ class _Steps:
     def write_golden(self) -> tuple[str, ...]:
         """Let the tests of `GOLDEN` write; returns those that fail all the same."""
         words = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-rfE", *GOLDEN]
-        done = self._run_python(
-            words, {"LAUNCH_GOLDEN": "write", "LAUNCH_OPEN_INSTRUCT": str(self.checkout)}
-        )
+        settings = {"LAUNCH_GOLDEN": "write", "LAUNCH_OPEN_INSTRUCT": str(self.checkout)}
+        done = self._run_python(words, settings)
         if done.returncode not in {0, 1}:
             last = "; ".join((done.stderr + done.stdout).strip().splitlines()[-_TRAILING:])
-            raise NotReady(
-                launch_finding("error", "no-golden", f"the golden files cannot be written: {last}")
-            )
-        lines = (
-            line.partition(" ")[2]
-            for line in done.stdout.splitlines()
-            if line.startswith(("FAILED ", "ERROR "))
-        )
-        return tuple(line.partition(" - ")[0] for line in lines)
+            message = f"the golden files cannot be written: {last}"
+            raise NotReady(launch_finding("error", "no-golden", message))
+        failed: list[str] = []
+        for line in done.stdout.splitlines():
+            # `FAILED tests/x.py::test_y - AssertionError: ...`
+            outcome, _, rest = line.partition(" ")
+            if outcome in {"FAILED", "ERROR"}:
+                failed.append(rest.partition(" - ")[0])
+        return tuple(failed)
 
     def _run_python(
-        self, words: Sequence[str], more: Mapping[str, str]
+        self, words: Sequence[str], settings: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        environ = {
-            name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")
-        }
-        environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1", **more}
+        environ = dict(os.environ)
+        for name in os.environ:
+            if name.startswith("LAUNCH_"):
+                del environ[name]
+        environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1", **settings}
         return subprocess.run(
             [sys.executable, *words], cwd=self.copy, env=environ, capture_output=True, text=True
         )

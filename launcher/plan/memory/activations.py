@@ -8,6 +8,7 @@ and the three products of a gated MLP.
 """
 
 import math
+from typing import NamedTuple
 
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
@@ -16,15 +17,17 @@ from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
 
 def layer(setup: Setup) -> float:
     """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
-    products = 6 if setup.liger else 8
+    products = 8
+    if setup.liger:
+        products = 6
     if setup.frozen:
         products -= HALF
     if setup.quantised is not None and setup.wide:
         # quantised linears return fp32 for fp32
         products *= 2
-    per_token = (
-        _count_norm_bytes(setup) + products * setup.shape.intermediate + _count_adapter_bytes(setup)
-    )
+    per_token = _count_norm_bytes(setup)
+    per_token += products * setup.shape.intermediate
+    per_token += _count_adapter_bytes(setup)
     return per_token * setup.batch.tokens + _count_attention_bytes(setup)
 
 
@@ -41,8 +44,10 @@ def compiled_layer(setup: Setup, share: float) -> float:
     shape = setup.shape
     query = shape.query
     key = shape.key
-    # OLMo-core repeats keys and values for the queries' heads where no flash kernel does
-    repeated = key if setup.attention == "flash" else query
+    repeated = key
+    if setup.attention != "flash":
+        # OLMo-core repeats keys and values for the queries' heads where no flash kernel does
+        repeated = query
     elements = 4 * shape.hidden + 2 * query + 2 * repeated + 3 * shape.intermediate
     if shape.layout.qk_norm:
         elements += query + key
@@ -103,12 +108,17 @@ def _count_norm_bytes(setup: Setup) -> float:
     shape = setup.shape
     per_hidden = 2 * norm_kept(setup, setup.state_width)
     if not setup.frozen:
-        # an autocast linear casts its fp32 input for itself: q, k, v and gate, up
-        per_hidden += HALF * (5 if setup.wide else 2)
+        inputs = 2
+        if setup.wide:
+            # an autocast linear casts its fp32 input for itself: q, k, v and gate, up
+            inputs = 5
+        per_hidden += HALF * inputs
     size = per_hidden * shape.hidden + FULL * 2
     if not shape.layout.qk_norm:
         return size
-    groups = shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2
+    groups = 2
+    if shape.layout.qk_norm == "head":
+        groups = shape.heads + shape.kv_heads
     return size + norm_kept(setup, HALF) * (shape.query + shape.key) + FULL * groups
 
 
@@ -160,13 +170,12 @@ def _count_adapter_bytes(setup: Setup) -> float:
         return narrow
     # one tensor serves q, k and v; the attention keeps o's input anyway
     shared = 0
-    for width, names in (
-        (shape.hidden, {"q_proj", "k_proj", "v_proj"}),
-        (shape.hidden, {"gate_proj", "up_proj"}),
-        (shape.intermediate, {"down_proj"}),
-    ):
-        if names & targets:
-            shared += width
+    if targets & {"q_proj", "k_proj", "v_proj"}:
+        shared += shape.hidden
+    if targets & {"gate_proj", "up_proj"}:
+        shared += shape.hidden
+    if "down_proj" in targets:
+        shared += shape.intermediate
     return HALF * shared + narrow
 
 
@@ -179,57 +188,83 @@ def backward(setup: Setup) -> float:
         # the down projection's weight gradient
         rope += HALF * shape.hidden * shape.intermediate
     per_token = max(
-        inner * shape.intermediate + hidden * shape.hidden
-        for inner, hidden in _find_backward_points(setup)
+        point.inner * shape.intermediate + point.hidden * shape.hidden
+        for point in _find_backward_points(setup)
     )
     return per_token * batch.tokens + rope
 
 
-def _find_backward_points(setup: Setup) -> list[tuple[float, int]]:
-    """Bytes an element of the MLP's and of the residual's width a token, at the fullest points."""
+class _BackwardPoint(NamedTuple):
+    """Bytes a token at one point of the backward pass, for each element of the MLP's width and of
+    the residual's.
+    """
+
+    inner: float
+    hidden: int
+
+
+def _find_backward_points(setup: Setup) -> list[_BackwardPoint]:
+    """The fullest points of a layer's backward pass."""
     adapters = setup.adapters
     state = setup.state_width
-    if adapters is not None and (setup.quantised is not None or not setup.wide):
-        if not setup.wide:
-            return _find_adapted_backward_points(setup, adapters, adapters.bytes)
+    if adapters is not None and not setup.wide:
+        return _find_adapted_backward_points(setup, adapters, adapters.bytes)
+    if adapters is not None and setup.quantised is not None:
         # around fp32 states twice as much, whatever the type of the adapters
         points = _find_adapted_backward_points(setup, adapters, HALF)
-        return [(2 * inner, 2 * hidden) for inner, hidden in points]
+        return [_BackwardPoint(2 * point.inner, 2 * point.hidden) for point in points]
     if adapters is not None and "down_proj" in adapters.targets:
-        return [(11.5 if adapters.bytes == FULL else 4.0, state)]
+        if adapters.bytes == FULL:
+            return [_BackwardPoint(11.5, state)]
+        return [_BackwardPoint(4, state)]
     if setup.liger:
         # the product's gradient; SwiGLU and RMSNorm write in place
-        return [(2, state)]
+        return [_BackwardPoint(2, state)]
     if setup.shape.layout.post_norm:
         # fp32 gradients of a norm
-        return [(4, state - 8), (0, 16)]
+        return [_BackwardPoint(4, state - 8), _BackwardPoint(0, 16)]
     # gradients of the MLP's product
-    return [(4, state)]
+    return [_BackwardPoint(4, state)]
 
 
 def _find_adapted_backward_points(
     setup: Setup, adapters: Adapters, width: int
-) -> list[tuple[float, int]]:
+) -> list[_BackwardPoint]:
     """The fullest points on 16-bit weights, where adapters have `width` bytes an element.
 
     Read off traces: a frozen linear keeps no input, an adapter's own is cast and dropped out.
     """
-    wide = width == FULL
-    norms = 8 if setup.liger else 10
-    targets = set(adapters.targets)
-    if "down_proj" in targets:
-        if wide:
-            return [(10 if adapters.dropout else 6, norms)]
-        if adapters.dropout:
-            return [(4, 2), (2, norms)]
-        return [(4, 2)]
-    if not {"gate_proj", "up_proj"} & targets:
-        return [(2, 4)] if setup.liger else [(6, 2)]
-    if not setup.liger:
-        return [(6, 2), (4, norms)] if wide else [(6, 2)]
-    if wide:
-        return [(4, norms)]
-    return [(4, 4 if adapters.dropout else 2)]
+    norms = 10
+    if setup.liger:
+        norms = 8
+    if "down_proj" in adapters.targets:
+        return _find_points_of_adapted_output(adapters, width, norms)
+    if not {"gate_proj", "up_proj"} & set(adapters.targets):
+        if setup.liger:
+            return [_BackwardPoint(2, 4)]
+        return [_BackwardPoint(6, 2)]
+    if setup.liger and width == FULL:
+        return [_BackwardPoint(4, norms)]
+    if setup.liger and adapters.dropout:
+        return [_BackwardPoint(4, 4)]
+    if setup.liger:
+        return [_BackwardPoint(4, 2)]
+    if width == FULL:
+        return [_BackwardPoint(6, 2), _BackwardPoint(4, norms)]
+    return [_BackwardPoint(6, 2)]
+
+
+def _find_points_of_adapted_output(
+    adapters: Adapters, width: int, norms: int
+) -> list[_BackwardPoint]:
+    """The same where the MLP's last linear is adapted; the norms take `norms` bytes an element."""
+    if width == FULL and adapters.dropout:
+        return [_BackwardPoint(10, norms)]
+    if width == FULL:
+        return [_BackwardPoint(6, norms)]
+    if adapters.dropout:
+        return [_BackwardPoint(4, 2), _BackwardPoint(2, norms)]
+    return [_BackwardPoint(4, 2)]
 
 
 def logits(shape: Shape, batch: MicroBatch, element: int) -> tuple[float, str]:
@@ -256,7 +291,8 @@ def fused_loss(setup: Setup) -> float:
     if setup.wide:
         gradient += HALF
     states = width * shape.hidden * tokens
-    return states + HALF * shape.vocab * min(chunk, tokens) + gradient * shape.embedding
+    logits = HALF * shape.vocab * min(chunk, tokens)
+    return states + logits + gradient * shape.embedding
 
 
 # trl/kernels/chunked_logprob.py::[TOKEN_CHUNK_SIZE] and
@@ -278,5 +314,8 @@ def tiled_loss(setup: Setup, *, trained: bool) -> float:
     shape = setup.shape
     size = tiles(setup) + (FULL + 2 * HALF) * shape.hidden * setup.batch.tokens
     if trained:
-        size += (FULL if setup.wide else FULL + HALF) * shape.embedding
+        width = FULL
+        if not setup.wide:
+            width += HALF
+        size += width * shape.embedding
     return size

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from launcher.artifacts.architecture import Shape
 from launcher.plan.memory.phases import (
     BUCKETS,
     EMBEDDING,
@@ -81,7 +82,9 @@ def enter(setup: Setup, ledger: Ledger) -> None:
 
 def _list_phases_from_second_step(setup: Setup) -> tuple[str, ...]:
     """The phases that what the first step makes is alive in: not a reference pass beforehand."""
-    return STEPS if setup.reference == "cache" else PHASES
+    if setup.reference == "cache":
+        return STEPS
+    return PHASES
 
 
 def _list_accumulating_phases(setup: Setup) -> set[str]:
@@ -112,24 +115,13 @@ def _enter_plain(setup: Setup, ledger: Ledger) -> None:
     states = setup.state_bytes
     if states is None:
         states = 2.0 * setup.gradient_bytes
+    steps = _list_phases_from_second_step(setup)
     why = f"{states:g} x trained parameters"
-    add(
-        _list_phases_from_second_step(setup),
-        "optimizer",
-        "Adam's two states",
-        states * trained,
-        why,
-    )
+    add(steps, "optimizer", "Adam's two states", states * trained, why)
     gradients = setup.gradient_bytes * trained
     if setup.processes > 1:
         why = "DistributedDataParallel's buckets: one copy of the gradients"
-        add(
-            _list_phases_from_second_step(setup),
-            "communication",
-            "gradient buckets",
-            gradients,
-            why,
-        )
+        add(steps, "communication", "gradient buckets", gradients, why)
     live = {EMBEDDING, STEP}
     if setup.accumulation > 1:
         live |= {*_list_accumulating_phases(setup), OUTPUT_SENT, LAYER}
@@ -205,13 +197,8 @@ def _enter_fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     name = "rope: sines and cosines of each layer (fp32)"
     why = f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
     add(PHASES, "other", name, shape.layers * 2 * FULL * width * shape.head_dim, why)
-    add(
-        _list_phases_from_second_step(setup),
-        "optimizer",
-        "Adam's two states (fp32)",
-        2 * part,
-        "8P/N",
-    )
+    steps = _list_phases_from_second_step(setup)
+    add(steps, "optimizer", "Adam's two states (fp32)", 2 * part, "8P/N")
     live = {EMBEDDING, STEP, *_list_accumulating_phases(setup)}
     if setup.accumulation > 1:
         live.add(LAYER)
@@ -250,7 +237,9 @@ def _enter_zero_1_and_2(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     trained = setup.trained
     part = trained / setup.processes
     on_card = not zero.offload_optimizer
-    parts = [OwnedPart(part, part)] if setup.adapters else cut(shape.sizes, setup.processes)
+    parts = [OwnedPart(part, part)]
+    if setup.adapters is None:
+        parts = cut(shape.sizes, setup.processes)
     add(PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _enter_other_models(setup, ledger, HALF, "2P")
     steps = _list_phases_from_second_step(setup)
@@ -259,9 +248,11 @@ def _enter_zero_1_and_2(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         name = "Adam's two states (fp32)"
         add(steps, "optimizer", name, 2 * FULL * part, "8P/N", "made in the first step")
     else:
-        buffer = HALF * (trained if setup.adapters else max(shape.sizes))
+        largest = trained
+        if setup.adapters is None:
+            largest = max(shape.sizes)
         name = "buffer for offloaded gradients"
-        add(steps, "communication", name, buffer, "2 x the largest weight")
+        add(steps, "communication", name, HALF * largest, "2 x the largest weight")
     _enter_zero_gradients(setup, zero, ledger, max(part.elements for part in parts))
     live = {OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING}
     if zero.stage == 1:
@@ -287,15 +278,14 @@ def _enter_zero_1_and_2(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         large = width * shape.embedding
     add({OUTPUT_SENT}, "communication", "large gradient being sent", large, large_why)
     _enter_embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
-    if not on_card:
-        return
-    fullest = max(parts, key=lambda part: HALF * part.elements + 2 * FULL * part.largest)
-    why = f"2 x {fullest.elements:,.0f}"
-    add({NORM}, "gradients", "gradients of this rank", HALF * fullest.elements, why)
-    largest = 2 * FULL * fullest.largest
-    add({NORM}, "gradients", "one of them in fp64", largest, "8 x the largest", _NORM)
-    add({STEP}, "gradients", "the same, flat", HALF * part, "2P/N", _FLAT)
-    add({STEP}, "gradients", "the same, fp32", FULL * part, "4P/N", _FLAT)
+    if on_card:
+        fullest = max(parts, key=_count_norm_bytes)
+        why = f"2 x {fullest.elements:,.0f}"
+        add({NORM}, "gradients", "gradients of this rank", HALF * fullest.elements, why)
+        wide = 2 * FULL * fullest.largest
+        add({NORM}, "gradients", "one of them in fp64", wide, "8 x the largest", _NORM)
+        add({STEP}, "gradients", "the same, flat", HALF * part, "2P/N", _FLAT)
+        add({STEP}, "gradients", "the same, fp32", FULL * part, "4P/N", _FLAT)
 
 
 def _enter_zero_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: float) -> None:
@@ -330,8 +320,12 @@ def _enter_zero_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: flo
     whole = HALF * setup.trained
     name = "gradients so far"
     add({*accumulating, OUTPUT_SENT}, "gradients", name, whole, "2P, not cut")
-    embedding = 0 if setup.adapters else HALF * shape.embedding
-    left = whole if shape.tied else whole - embedding
+    embedding = 0
+    if setup.adapters is None:
+        embedding = HALF * shape.embedding
+    left = whole
+    if not shape.tied:
+        left -= embedding
     why = "2P, without the output layer's that has gone"
     add({LAYER, *BUCKETS}, "gradients", name, left, why)
     add({EMBEDDING}, "gradients", "the embedding's so far", embedding, "2VH")
@@ -368,6 +362,11 @@ class OwnedPart(NamedTuple):
     largest: float
 
 
+def _count_norm_bytes(part: OwnedPart) -> float:
+    """What the norm of a rank's gradients takes: all of them, and the largest in fp64."""
+    return HALF * part.elements + 2 * FULL * part.largest
+
+
 def cut(sizes: Sequence[int], ranks: int) -> list[OwnedPart]:
     """The parts of the ranks where all weights, in a row, are cut evenly
     (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.get_partition_info).
@@ -377,10 +376,13 @@ def cut(sizes: Sequence[int], ranks: int) -> list[OwnedPart]:
     start = 0
     for size in sizes:
         end = start + size
-        for rank in range(start // share, (end - 1) // share + 1):
-            inside = min(end, (rank + 1) * share) - max(start, rank * share)
+        last = (end - 1) // share
+        for rank in range(start // share, last + 1):
+            begin_inside = max(start, rank * share)
+            end_inside = min(end, (rank + 1) * share)
             part = parts[rank]
-            parts[rank] = OwnedPart(part.elements + size, max(part.largest, inside))
+            largest = max(part.largest, end_inside - begin_inside)
+            parts[rank] = OwnedPart(part.elements + size, largest)
         start = end
     return parts
 
@@ -422,11 +424,18 @@ def _enter_zero_3(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     sent = width * elements
     why = f"{width} x {elements:,.0f} to send"
     add({FIRST_BUCKET}, "communication", "bucket being sent", sent, why)
-    # in the communication type; once more where it has to be filled up to be cut evenly
-    # (deepspeed/runtime/comm/coalesced_collectives.py::reduce_scatter_coalesced[if len(tensors])
-    copies = int(width != HALF) + int(shape.embedding % ranks > 0)
+    copies = 0
+    if width != HALF:
+        # in the communication type
+        copies += 1
+    if shape.embedding % ranks > 0:
+        # filled up to be cut evenly:
+        # deepspeed/runtime/comm/coalesced_collectives.py::reduce_scatter_coalesced[if len(tensors]
+        copies += 1
     is_large = shape.embedding > zero.bucket
-    large = copies * width * shape.embedding if is_large else 0
+    large = 0
+    if is_large:
+        large = copies * width * shape.embedding
     large_why = f"{copies * width}VH"
     add({OUTPUT_SENT}, "communication", "large gradient being sent", large, large_why)
     _enter_embedding_gradient(setup, ledger, *max((large, large_why), (sent, why)))
@@ -446,28 +455,21 @@ def _enter_gathered_weights(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     (deepspeed/runtime/zero/partition_parameters.py::Init._allgather_params_coalesced[_no_gather_coalesced]).
     """
     shape = setup.shape
-    layer = shape.layer_parameters
-    reach = min(zero.reuse, 2 * shape.parameters)
-    # at the loss: from a layer's end to its backward pass lie twice what is after it, and the
-    # output layer
-    left = reach - 2.0 * shape.embedding
-    at_loss = float(shape.embedding)
-    near = math.ceil(left / (2 * layer))
-    count = min(shape.layers, near)
-    if count > 0:
-        at_loss += (count - 1) * layer + min(left - 2 * (count - 1) * layer, layer)
-    if near >= shape.layers and not shape.tied:
-        # the embedding itself, which a tied model has counted
-        at_loss += shape.embedding
+    at_loss = _count_gathered_at_loss(shape, zero)
     in_layer = shape.parameters
     if zero.reuse < 2 * shape.parameters:
-        used = layer if setup.checkpointing else shape.widest_linear
+        used = shape.widest_linear
+        if setup.checkpointing:
+            used = shape.layer_parameters
         in_layer = min(used + zero.prefetch, in_layer)
-    # a pass beforehand begins as the loss does, one in each step as a layer's backward pass
     loss = {LOSS, OUTPUT}
     layers = {LAYER, FIRST_BUCKET}
-    beforehand = setup.reference == "cache"
-    (loss if beforehand else layers).add(REFERENCE)
+    if setup.reference == "cache":
+        # a pass beforehand begins as the loss does
+        loss.add(REFERENCE)
+    else:
+        # one in each step begins as a layer's backward pass
+        layers.add(REFERENCE)
     for phases, elements in (
         (loss, at_loss),
         # the output layer has been released again
@@ -485,3 +487,24 @@ def _enter_gathered_weights(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         elements = shape.linear_elements
         why = f"2 x {elements:,}"
         ledger.add(phases, "weights", "weights kept by autograd", HALF * elements, why)
+
+
+def _count_gathered_at_loss(shape: Shape, zero: Zero) -> float:
+    """Elements of the weights that are gathered at the loss.
+
+    From a layer's end to its backward pass lie twice what is after it, and the output layer.
+    """
+    layer = shape.layer_parameters
+    reach = min(zero.reuse, 2 * shape.parameters)
+    left = reach - 2.0 * shape.embedding
+    gathered = float(shape.embedding)
+    near = math.ceil(left / (2 * layer))
+    count = min(shape.layers, near)
+    if count > 0:
+        # all of them whole but the furthest
+        whole = (count - 1) * layer
+        gathered += whole + min(left - 2 * whole, layer)
+    if near >= shape.layers and not shape.tied:
+        # the embedding itself, which a tied model has counted
+        gathered += shape.embedding
+    return gathered

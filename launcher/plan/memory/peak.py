@@ -37,6 +37,7 @@ def estimate(setup: Setup) -> Memory:
     ledger.add(PHASES, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
     _enter_kept(setup, ledger)
     _enter_reference(setup, ledger)
+    _enter_end_of_forward(setup, ledger)
     _enter_loss(setup, ledger)
     _enter_backward(setup, ledger)
     phases = _list_phases(setup)
@@ -121,7 +122,9 @@ def _enter_reference(setup: Setup, ledger: Ledger) -> None:
     half = activations.logits(shape, batch, HALF)
     full = activations.logits(shape, batch, FULL)
     if setup.sharding is None:
-        width = FULL if setup.wide and setup.quantised is not None else HALF
+        width = HALF
+        if setup.wide and setup.quantised is not None:
+            width = FULL
         keys = 2 * width * shape.layers * shape.key * batch.tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
         last = activations.passing(setup, batch)
@@ -144,8 +147,8 @@ def _enter_reference(setup: Setup, ledger: Ledger) -> None:
     ledger.add({REFERENCE}, "logits", "log-softmax (fp32)", *full, source)
 
 
-def _enter_loss(setup: Setup, ledger: Ledger) -> None:
-    """The end of a checkpointed forward pass, the final norm, and the loss at its fullest."""
+def _enter_end_of_forward(setup: Setup, ledger: Ledger) -> None:
+    """The end of a checkpointed forward pass, and the final norm."""
     batch = setup.batch
     last = activations.passing(setup, batch)
     tile = activations.tiles(setup)
@@ -157,6 +160,10 @@ def _enter_loss(setup: Setup, ledger: Ledger) -> None:
     norm = (activations.norm_kept(setup, state) + state) * setup.shape.hidden + FULL
     after = {LOSS, OUTPUT, OUTPUT_SENT}
     ledger.add(after, "activations", "final norm", norm * batch.tokens, "kept and output")
+
+
+def _enter_loss(setup: Setup, ledger: Ledger) -> None:
+    """The loss at its fullest."""
     if setup.loss == "liger":
         fused = activations.fused_loss(setup)
         ledger.add({LOSS}, "logits", "fused linear cross entropy", fused)
@@ -164,9 +171,9 @@ def _enter_loss(setup: Setup, ledger: Ledger) -> None:
         tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
         ledger.add({LOSS}, "logits", "log-probabilities in tiles", tiled)
     elif setup.compiles_loss:
-        _enter_compiled_loss(setup, ledger, LOSS, batch)
+        _enter_compiled_loss(setup, ledger, LOSS, setup.batch)
     else:
-        full = activations.logits(setup.shape, batch, FULL)
+        full = activations.logits(setup.shape, setup.batch, FULL)
         for name in ("log-softmax, kept", "gradient of the log-softmax", "gradient of the logits"):
             ledger.add({LOSS}, "logits", f"{name} (fp32)", *full)
 
@@ -190,21 +197,24 @@ def _enter_backward(setup: Setup, ledger: Ledger) -> None:
     if setup.adapters is None and (shape.tied or setup.sharding is not None):
         # a tied one waits for the embedding's; under FSDP any: it is the root's
         live |= {LAYER, *BUCKETS}
-    name = "output layer's gradient"
-    ledger.add(live, "gradients", name, width * shape.embedding, f"{width}VH")
+    size = width * shape.embedding
+    ledger.add(live, "gradients", "output layer's gradient", size, f"{width}VH")
     if setup.loss in {"full", "logprobs"}:
         # until the weight's is made
         half = activations.logits(shape, batch, HALF)
         ledger.add({OUTPUT}, "logits", "gradient of the logits (bf16)", *half)
-    ledger.add({LAYER}, "activations", "gradients inside a layer", activations.backward(setup))
+    inside = activations.backward(setup)
+    ledger.add({LAYER}, "activations", "gradients inside a layer", inside)
     if setup.quantised is None:
         return
     # a linear weight while it is multiplied with, in its former type and cast, before or behind the
     # MLP's gradients: what it has more
     state = setup.weight_bytes
-    element = HALF if state == HALF else HALF + FULL
+    element = HALF
+    if state != HALF:
+        element += FULL
     widest = shape.widest_linear
-    size = element * widest - 2 * state * shape.intermediate * batch.tokens
+    weight = element * widest - 2 * state * shape.intermediate * batch.tokens
     why = f"{element} x {widest:,} - {2 * state}IT"
     source = "bitsandbytes/autograd/_functions.py"
-    ledger.add({LAYER}, "weights", "one weight, dequantised", size, why, source)
+    ledger.add({LAYER}, "weights", "one weight, dequantised", weight, why, source)

@@ -67,10 +67,12 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     overlap = section.get("overlap_comm")
     if overlap is None:
         overlap = stage == 3
-    is_fp32 = config.get("communication_data_type") in ("fp32", "float32")
+    communication = HALF
+    if config.get("communication_data_type") in ("fp32", "float32"):
+        communication = FULL
     return Zero(
         stage=stage,
-        communication=FULL if is_fp32 else HALF,
+        communication=communication,
         overlap=bool(overlap),
         offload_optimizer=_offloads(section, "offload_optimizer"),
         offload_params=_offloads(section, "offload_param"),
@@ -108,8 +110,17 @@ class Quantised(NamedTuple):
     @property
     def bytes(self) -> float:
         """Bytes an element (bitsandbytes/functional.py: `quantize_4bit`, blocks of 64)."""
-        scale = 1 + FULL / 256 if self.nested else FULL
+        scale: float = FULL
+        if self.nested:
+            scale = 1 + FULL / 256
         return 0.5 + scale / 64
+
+
+def count_trained(shape: Shape, adapters: Adapters | None) -> int:
+    """Trained parameters: those of the adapters, else the whole model's."""
+    if adapters is None:
+        return shape.parameters
+    return adapters.parameters(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +213,13 @@ class Setup:
 
     @property
     def trained(self) -> int:
-        """Trained parameters."""
-        return self.adapters.parameters(self.shape) if self.adapters else self.shape.parameters
+        return count_trained(self.shape, self.adapters)
 
     @property
     def adapter_bytes(self) -> int:
-        return self.adapters.bytes * self.trained if self.adapters else 0
+        if self.adapters is None:
+            return 0
+        return self.adapters.bytes * self.trained
 
     @property
     def stored_bytes(self) -> int:
@@ -220,7 +232,9 @@ class Setup:
     @property
     def gradient_bytes(self) -> int:
         """Bytes an element of a gradient as the backward pass makes it."""
-        return self.adapters.bytes if self.adapters else self.weight_bytes
+        if self.adapters is None:
+            return self.weight_bytes
+        return self.adapters.bytes
 
 
 def undescribed(message: str, **place: Any) -> InvalidConfig:

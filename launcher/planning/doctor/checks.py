@@ -101,19 +101,25 @@ class Report:
 
     @property
     def exit_code(self) -> Exit:
-        return Exit.NOT_READY if errors(self.findings) else Exit.OK
+        if errors(self.findings):
+            return Exit.NOT_READY
+        return Exit.OK
 
     def lines(self) -> list[str]:
         width = max((len(fact.name) for fact in self.facts), default=0)
         lines = [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
         codes = dict.fromkeys(finding.code for finding in errors(self.findings))
-        lines.append(f"not ready: {', '.join(codes)}" if codes else "ready")
-        return lines
+        end = "ready"
+        if codes:
+            end = f"not ready: {', '.join(codes)}"
+        return [*lines, end]
 
     def as_json(self) -> dict[str, Any]:
-        facts = {}
+        facts: dict[str, Any] = {}
         for fact in self.facts:
-            facts[fact.name] = fact.text if fact.value is None else fact.value
+            facts[fact.name] = fact.value
+            if fact.value is None:
+                facts[fact.name] = fact.text
         return {
             "ready": self.exit_code is Exit.OK,
             "facts": facts,
@@ -172,7 +178,7 @@ def examine(
     return Report(
         findings=tuple(findings),
         facts=tuple(_list_facts(subject, imports, chosen, look)),
-        install=install.steps(subject.trainer, extra, gpus=gpus, more=needed(subject)),
+        install=install.steps(subject.trainer, extra, gpus=gpus, more=list_needed(subject)),
     )
 
 
@@ -186,8 +192,8 @@ def _check_subject(
         yield from driver_and_torch(subject.trainer, chosen.slots[0].gpu.cuda)
     yield from shared_memory(subject.gpus)
     places = subject.places()
-    yield from disk.unwritable(places)
-    yield from disk.too_little(subject.needs(), subject.output, places)
+    yield from disk.check_writable(places)
+    yield from disk.check_space(subject.needs(), subject.output, places)
 
 
 def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
@@ -201,12 +207,11 @@ def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
         yield launch_finding("error", "no-checkout", message, help)
     if trainer.version < OLDEST:
-        message = (
-            f"{trainer.python} ({trainer.source}) is Python {_format_version(trainer.version)}"
-        )
+        version = _format_version(trainer.version)
+        message = f"{trainer.python} ({trainer.source}) is Python {version}"
         help = f"name Python {_format_version(OLDEST)} or later with --python"
         yield launch_finding("error", "old-python", message, help)
-    yield from packages(subject, imports)
+    yield from check_packages(subject, imports)
 
 
 def _format_version(version: Iterable[int]) -> str:
@@ -231,7 +236,7 @@ def _check_checkout(subject: Subject) -> Iterator[Finding]:
         yield launch_finding("note", "empty-submodule", message, status.fill)
 
 
-def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
+def check_packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
     """Packages that the trainer's Python lacks, and those that cannot be imported.
 
     Without `imports` only metadata and files tell.
@@ -253,9 +258,8 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
     for failure in imports.failures:
         if failure.missing is None:
             message = f"importing `{failure.module}` fails: {failure.error}: {failure.message}"
-            help = (
-                f"the package of the file named does not work here: reinstall it with {reinstall}"
-            )
+            help = "the package of the file named does not work here: "
+            help += f"reinstall it with {reinstall}"
             place = {"file": failure.file, "line": failure.line}
             yield launch_finding("error", "import-error", message, help, **place)
     yield from _check_cuda(subject, imports)
@@ -264,14 +268,14 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 def _find_absent(subject: Subject, imports: Imports) -> list[str]:
     """The distributions that are missing, each once."""
     distributions = {module: name for name, module in install.MODULES.items()}
-    absent = list(install.missing(needed(subject), subject.trainer))
+    absent = list(install.missing(list_needed(subject), subject.trainer))
     for failure in imports.failures:
         if failure.missing:
             absent.append(distributions.get(failure.missing, failure.missing))
     return list(dict.fromkeys(absent))
 
 
-def needed(subject: Subject) -> tuple[str, ...]:
+def list_needed(subject: Subject) -> tuple[str, ...]:
     """The distributions that training imports."""
     plan = subject.plan
     names = list(subject.backend.NEEDS)
@@ -317,20 +321,21 @@ def _begins_without_flash(plan: Plan) -> bool:
 
 
 def _try_imports(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
-    modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
+    modules = [_MODULES[name] for name in list_needed(subject) if name in _MODULES]
     for entry in subject.entries:
         modules.append(entry.script.removesuffix(".py").replace("/", "."))
     for entry in subject.entries:
         modules += entry.imports
+    gpus = bool(subject.gpus)
     environ = dict(subject.environ)
-    if not subject.gpus:
+    if not gpus:
         environ[VARIABLE] = ""
     elif not chosen.refused:
         environ |= chosen.env()
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
     return install.try_imports(
-        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
+        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=gpus
     )
 
 
@@ -378,9 +383,10 @@ def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator
     torch = torch_of(trainer)
     if torch is None or torch.hip is not None:
         return
-    version = "" if cuda is None else f"{cuda[0]}{cuda[1]}"
     command = f"{trainer.python} -m pip install --force-reinstall torch"
-    command += f" --index-url https://download.pytorch.org/whl/cu{version}"
+    command += " --index-url https://download.pytorch.org/whl/cu"
+    if cuda is not None:
+        command += f"{cuda[0]}{cuda[1]}"
     if torch.cuda is None:
         message = f"torch {torch.version} of {trainer.python} is built for the CPU"
         help = f"install a CUDA build, such as {command}, or --gpus 0"
@@ -434,10 +440,10 @@ def _list_facts(
         text = "unknown: the model's size is not known from here"
         needs = subject.needs()
         if needs is not None:
-            text = f"up to {sized(needs.likely)}: {disk.described(needs)}"
+            text = f"up to {sized(needs.likely)}: {disk.describe_needs(needs)}"
         yield Fact("will write", text)
     for place in subject.places():
-        room = disk.free(place.path)
+        room = disk.measure_room(place.path)
         text = "unknown"
         value: dict[str, object] = {"path": str(place.path), "free": None}
         if room is not None:

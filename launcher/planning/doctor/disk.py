@@ -52,7 +52,9 @@ class Saved:
     @property
     def together(self) -> int:
         """The checkpoints at once: the trainer deletes an old one after it has saved a new one."""
-        counts = [] if self.times is None else [self.times]
+        counts = []
+        if self.times is not None:
+            counts.append(self.times)
         if self.limit is not None:
             counts.append(self.limit + 1)
         return min(counts, default=1)
@@ -272,10 +274,14 @@ def _count_moment_bytes(values: Values, width: int) -> int:
     The default is AdamW, under a name that is computed
     (transformers/training_args.py::TrainingArguments[default_optim #1]).
     """
-    name = str(values.get("optim")) if values.given("optim") else "adamw"
+    name = "adamw"
+    if values.given("optim"):
+        name = str(values["optim"])
     if not name.startswith(("adamw", "paged_adamw")) or "4bit" in name:
         return 0
-    return 2 if "8bit" in name else 2 * width
+    if "8bit" in name:
+        return 2
+    return 2 * width
 
 
 def _count_saves(plan: Plan) -> int | None:
@@ -333,7 +339,7 @@ def places(
         yield WriteTarget(Path(reference), "reference log-probabilities", REFERENCE_VARIABLE)
 
 
-def free(path: Path) -> Room | None:
+def measure_room(path: Path) -> Room | None:
     """The room at a place that need not exist yet; None if nothing above it can be read."""
     folder = _find_nearest(path)
     try:
@@ -352,7 +358,7 @@ def not_writable(path: Path) -> str | None:
             return None
     except OSError as error:
         if error.errno in DISK_FULL:
-            # `too_little` reports it
+            # `check_space` reports it
             return None
         return error.strerror or str(error)
 
@@ -365,7 +371,7 @@ def _find_nearest(path: Path) -> Path:
     return path
 
 
-def unwritable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
+def check_writable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
     reported: set[Path] = set()
     for target in targets:
         reason = not_writable(target.path)
@@ -378,10 +384,12 @@ def unwritable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
         yield launch_finding(severity, "not-writable", message, help, file=str(target.path))
 
 
-def too_little(
+def check_space(
     needed: Needs | None, output: Path | None, targets: Iterable[WriteTarget]
 ) -> Iterator[Finding]:
-    room = None if output is None else free(output)
+    room = None
+    if output is not None:
+        room = measure_room(output)
     reported: int | None = None
     if room is not None and needed is not None:
         message = f"{sized(room.free)} free at {output}, and this run writes "
@@ -389,15 +397,15 @@ def too_little(
         help += "save_total_limit), or remove what is not needed"
         if room.free < needed.least:
             reported = room.device
-            message += f"at least {sized(needed.least)}: {described(needed)}"
+            message += f"at least {sized(needed.least)}: {describe_needs(needed)}"
             yield launch_finding("error", "too-little-space", message, help, file=str(output))
         elif room.free < needed.likely * MARGIN:
             reported = room.device
-            message += f"up to {sized(needed.likely)}: {described(needed)}"
+            message += f"up to {sized(needed.likely)}: {describe_needs(needed)}"
             yield launch_finding("warning", "little-space", message, help, file=str(output))
     full: dict[int, tuple[Room, list[WriteTarget]]] = {}
     for target in targets:
-        room = free(target.path)
+        room = measure_room(target.path)
         if room is not None and room.free < LOW and room.device != reported:
             full.setdefault(room.device, (room, []))[1].append(target)
     for room, on_device in full.values():
@@ -408,7 +416,7 @@ def too_little(
         yield launch_finding("warning", "little-space", message, help, file=str(path))
 
 
-def described(needed: Needs) -> str:
+def describe_needs(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoint(s) of 99 GiB (...), the model, 14 GiB; ...`."""
     saved = needed.saved
     parts = []

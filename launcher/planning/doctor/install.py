@@ -144,7 +144,9 @@ def _describe_end(returncode: int) -> str:
     """How a process failed; empty if it did not."""
     if returncode < 0:
         return signal.Signals(-returncode).name
-    return f"exit code {returncode}" if returncode else ""
+    if returncode > 0:
+        return f"exit code {returncode}"
+    return ""
 
 
 def _read_answers(modules: Sequence[str], out: bytes, end: str, message: str) -> Imports:
@@ -257,8 +259,11 @@ def install(trainer: Trainer, requirements: Sequence[str]) -> tuple[InstallStep,
 
 
 def _format_requirement(name: str, trainer: Trainer) -> str:
+    """The installed version of a package, else the one that launch asks for."""
     version = trainer.packages.get(name)
-    return requirement(name) if version is None else f"{name}=={version}"
+    if version is None:
+        return requirement(name)
+    return f"{name}=={version}"
 
 
 def _parse_name(text: str) -> str:

@@ -112,7 +112,9 @@ class ResumeChange:
 
     @property
     def text(self) -> str:
-        return self.effect if self.what == "position" else f"{self.differs}: {self.effect}"
+        if self.what == "position":
+            return self.effect
+        return f"{self.differs}: {self.effect}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +228,9 @@ class Comparison:
             now = inputs.digests(self.now, role)
             if not was or not now or None in (*was, *now) or was == now:
                 continue
-            severity: Severity = "error" if role != "model" or needs_base else "warning"
+            severity: Severity = "error"
+            if role == "model" and not needs_base:
+                severity = "warning"
             after = f"{inputs.names(self.now, role)}, with other content"
             yield ResumeChange(what, inputs.names(record, role), after, effect, severity)
 
@@ -306,7 +310,9 @@ def _format_versions(names: Iterable[str], packages: Mapping[str, str]) -> str:
 
 
 def _find_engine(contents: Any) -> str:
-    return "DeepSpeed" if inputs.digests(contents, "deepspeed") else "none"
+    if inputs.digests(contents, "deepspeed"):
+        return "DeepSpeed"
+    return "none"
 
 
 def _has_adapter(plan: Plan) -> bool:

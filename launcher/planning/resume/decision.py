@@ -193,11 +193,10 @@ def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list
     if folder is None:
         return kept
     last = rundir.read_manifest(folder)
-    own = []
-    for number in range(1, last.attempt or 1):
-        own.append(rundir.read_kept_manifest(folder, number))
-    own = [record for record in (*own, last) if record]
-    return max(own, kept, key=len)
+    own = [rundir.read_kept_manifest(folder, number) for number in range(1, last.attempt or 1)]
+    own.append(last)
+    readable = [record for record in own if record]
+    return max(readable, kept, key=len)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,8 +227,9 @@ class ResumeJudge:
         unknown = [repr(name) for name in self.allowed if name not in names]
         if unknown:
             message = "--allow-changed-resume: no argument or group is named "
+            message += ", ".join(unknown)
             help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
-            raise usage("unknown-change", message + ", ".join(unknown), help)
+            raise usage("unknown-change", message, help)
         if self.plan.values.get("cache_dataset_only") is True:
             return Decision()
         if self.history:
@@ -265,7 +265,9 @@ class ResumeJudge:
         for record in reversed(self.history):
             if checkpoint.name not in record.kept:
                 return record
-        return self.history[0] if self.history else Manifest()
+        if not self.history:
+            return Manifest()
+        return self.history[0]
 
     def _compute_layout(self, record: Manifest | None = None) -> EpochLayout | None:
         """How epochs are cut into steps, now or under an earlier manifest; None if rows are
@@ -274,8 +276,10 @@ class ResumeJudge:
         The log of an earlier attempt says how many rows were left after filtering.
         """
         plan = self.plan
+        rows = plan.rows
         logged = self._find_in_logs(open_instruct.TRAINING_ROWS)
-        rows = plan.rows if logged is None else int(logged.replace(b",", b""))
+        if logged is not None:
+            rows = int(logged.replace(b",", b""))
         if rows is None:
             return None
         split: Plan | Manifest = plan
@@ -309,15 +313,20 @@ class ResumeJudge:
     def _find_step(self, checkpoint: Checkpoint) -> int:
         if checkpoint.step is not None:
             return checkpoint.step
+        number = checkpoint.number + 1
         layout = self._compute_layout(self._find_maker(checkpoint) or None)
-        return (checkpoint.number + 1) * (1 if layout is None else layout.updates)
+        if layout is None:
+            return number
+        return number * layout.updates
 
     def _count_total_steps(self, record: Manifest | None = None) -> int | None:
         """All steps, now or under an earlier manifest."""
         if self.entry.by_trainer:
             return self.plan.steps if record is None else record.steps
         layout = self._compute_layout(record)
-        return None if layout is None else layout.total
+        if layout is None:
+            return None
+        return layout.total
 
     def _is_finished(self) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
@@ -333,14 +342,12 @@ class ResumeJudge:
         if ended is not None:
             return ended.returncode == 0
         # the supervisor was killed before it could record the end, but the ranks' probes did
-        codes = set()
         with contextlib.suppress(OSError):
             probe = evidence.read_run(self.folder.path).probe
-            for rank in probe.ranks.values() if probe is not None else ():
-                end = rank.last("end")
-                if end is not None:
-                    codes.add(end.number("exit"))
-        return codes == {0}
+            if probe is not None:
+                ends = [rank.last("end") for rank in probe.ranks.values()]
+                return {end.number("exit") for end in ends if end is not None} == {0}
+        return False
 
     def _add_finding(
         self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
@@ -419,9 +426,11 @@ class ResumeJudge:
         if self.entry.unjudged and self.output and any(self.output.glob(self.entry.unjudged)):
             # OLMo-core continues from there, which a rule says (`resume-unjudged`)
             return Decision()
-        why = f": {candidates[-1].name}: {candidates[-1].why_incomplete}" if candidates else ""
-        message = f"the attempt before left no complete checkpoint in {self.output}{why}; "
-        self._add_finding("note", "nothing-to-resume", f"{message}it starts over", None)
+        message = f"the attempt before left no complete checkpoint in {self.output}"
+        if candidates:
+            last = candidates[-1]
+            message += f": {last.name}: {last.why_incomplete}"
+        self._add_finding("note", "nothing-to-resume", f"{message}; it starts over", None)
         aside = self._collect_aside(candidates, None)
         return Decision(kept=_list_names(candidates, aside), aside=aside)
 
@@ -442,7 +451,10 @@ class ResumeJudge:
             message += "; not verified: no checksums of it were recorded, and a changed byte of "
             message += "its weights (`.safetensors`) would show nowhere"
         self._add_finding("note", "resumes", message, "--fresh starts over in a new folder")
-        changed = self._compare_to_checkpoint(chosen, wrong if chosen is newest else None)
+        mismatch = None
+        if chosen is newest:
+            mismatch = wrong
+        changed = self._compare_to_checkpoint(chosen, mismatch)
         self._check_names()
         derived = {}
         for change in changed:
@@ -451,10 +463,9 @@ class ResumeJudge:
                 why = f"it comes out of {chosen.name}, not {change.after}"
                 derived[change.what] = Derived(value=change.before, why=why)
         if chosen is not newest and wrong is not None:
-            message = (
-                f"goes back to {chosen.name}, {self._find_step(newest) - step} steps are trained "
-            )
-            message += f"again; from {newest.name} upstream would continue wrongly: {wrong.text}"
+            again = self._find_step(newest) - step
+            message = f"goes back to {chosen.name}, {again} steps are trained again; "
+            message += f"from {newest.name} upstream would continue wrongly: {wrong.text}"
             help = f"--allow-changed-resume position continues from {newest.name} all the same"
             self._add_finding("warning", "resume-earlier", message, help)
         self._check_reference(changed)
@@ -477,7 +488,9 @@ class ResumeJudge:
         elif severity == "error":
             help = "bring it back, start over with --fresh, or "
             help += f"--allow-changed-resume {change.what}"
-        code = "resume-inexact" if change.what == "position" else "resume-changed"
+        code = "resume-changed"
+        if change.what == "position":
+            code = "resume-inexact"
         message = f"continuing from {chosen.name}: {change.text}"
         self._add_finding(severity, code, message, help, change.key)
 
@@ -576,7 +589,7 @@ class ResumeJudge:
         if was is None or now is None:
             return None
         if checkpoint.kind == "epoch":
-            return epochs.of_epoch(step, was, now)
+            return epochs.check_epoch(step, was, now)
         # its attempt counted from where that began
         record = maker.part("resume")
         begun = codec.fit_value(record.get("place"), list[Count], [])
@@ -584,21 +597,26 @@ class ResumeJudge:
         if len(begun) != 2 or first is None or first > step:
             begun = [0, 0]
             first = 0
-        saved = epochs.advanced(was, DataPosition(*begun), step - first)
+        saved = epochs.advance(was, DataPosition(*begun), step - first)
         keeps_order = epochs.keeps_order(self.trainer)
         skips_each = self.entry.skips_each_epoch
-        return epochs.of_step(skips_each, step, saved, was, now, keeps_order=keeps_order)
+        return epochs.check_step(skips_each, step, saved, was, now, keeps_order=keeps_order)
 
     def _find_trl_mismatch(self, checkpoint: Checkpoint, maker: Manifest) -> ResumeMismatch | None:
         skips = not self.plan.values.get("ignore_data_skip")
-        rows = (maker.global_batch, self.plan.global_batch)
-        wrong = epochs.of_trl(
-            checkpoint.number, checkpoint.epochs, *rows, self._count_total_steps(), skips=skips
+        wrong = epochs.check_trl(
+            checkpoint.number,
+            checkpoint.epochs,
+            was=maker.global_batch,
+            now=self.plan.global_batch,
+            total=self._count_total_steps(),
+            skips=skips,
         )
         began_again = maker.argument("ignore_data_skip") and maker.resumed_step
         if wrong is None and skips and began_again:
-            text = "the attempt that saved it had begun an epoch again, and rows that it never "
-            return ResumeMismatch("skipped", f"{text}reached would be skipped")
+            text = "the attempt that saved it had begun an epoch again, "
+            text += "and rows that it never reached would be skipped"
+            return ResumeMismatch("skipped", text)
         return wrong
 
     def _find_data_position(self, checkpoint: Checkpoint) -> DataPosition:
@@ -607,7 +625,7 @@ class ResumeJudge:
         layout = self._compute_layout()
         if layout is None or self.entry.by_trainer:
             return DataPosition(0, 0)
-        return epochs.counted(layout, checkpoint.number)
+        return epochs.find_counted_position(layout, checkpoint.number)
 
     def _collect_aside(
         self, candidates: Sequence[Checkpoint], chosen: Checkpoint | None
@@ -631,9 +649,10 @@ class ResumeJudge:
             next_name = checkpoints.folder_name(self.backend, "epoch", epoch + 1)
         aside = []
         for checkpoint in candidates:
+            # upstream takes a step's before any epoch's
             is_hiding = epoch >= 0 and checkpoint.kind == "step"
-            is_newer = self._find_step(checkpoint) > step or is_hiding
-            if checkpoint is chosen or not is_newer:
+            is_newer = self._find_step(checkpoint) > step
+            if checkpoint is chosen or not (is_newer or is_hiding):
                 continue
             if checkpoint.marked or checkpoint.name != next_name:
                 aside.append(checkpoint.path)
@@ -695,10 +714,10 @@ class ResumeJudge:
         loads = "dpo_tune_cache.py::main[accelerator.load_state]"
         computes = "dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]"
         message = f"{place} is gone: the checkpoint is loaded before the reference is computed "
-        message += rendered(f"({loads}, {computes}), and the half-trained model would be ")
+        message += rendered(f"({loads}, {computes}), ")
+        message += "and the half-trained model would be its own reference"
         help = "bring it back, or start over with --fresh"
-        key = "model_name_or_path"
-        self._add_finding(severity, "reference-gone", f"{message}its own reference", help, key)
+        self._add_finding(severity, "reference-gone", message, help, "model_name_or_path")
 
     def _check_names(self) -> None:
         names = checkpoints.strange_names(self.backend, self.output)

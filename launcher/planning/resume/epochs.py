@@ -94,7 +94,7 @@ class ResumeMismatch:
     text: str
 
 
-def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPosition:
+def advance(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPosition:
     """Where training is `steps` optimizer steps after `begin`, nothing skipped."""
     epoch = begin.epoch
     micro = begin.micro
@@ -109,12 +109,12 @@ def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPositio
     return DataPosition(epoch + whole, micro + rest * shape.accumulation)
 
 
-def counted(shape: EpochLayout, step: int) -> DataPosition:
+def find_counted_position(shape: EpochLayout, step: int) -> DataPosition:
     """Where open-instruct continues from `step_N` (finetune.py::main[resume_batch_idx = int])."""
     return DataPosition(*divmod(step * shape.accumulation, shape.micro))
 
 
-def of_step(
+def check_step(
     skips_each: bool,
     step: int,
     saved: DataPosition,
@@ -128,7 +128,7 @@ def of_step(
     `skips_each` is `Entry.skips_each_epoch`, `keeps_order` is whether accelerate's skipping keeps
     the epoch's order. None where nothing does.
     """
-    then = counted(now, step)
+    then = find_counted_position(now, step)
     if step >= now.total:
         if then.epoch >= now.passes:
             return None
@@ -139,18 +139,23 @@ def of_step(
     if (saved.epoch, rows) != (then.epoch, taken):
         text = f"it was saved {rows} rows into epoch {saved.epoch + 1}, upstream would continue "
         return ResumeMismatch("place", f"{text}{taken} rows into epoch {then.epoch + 1}")
-    # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
-    skipping = now.passes > 1 if skips_each else then.micro > 0 and then.epoch > 0
+    if skips_each:
+        # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
+        skipping = now.passes > 1
+    else:
+        skipping = then.micro > 0 and then.epoch > 0
     if skipping and not keeps_order:
-        text = "accelerate here forgets which epoch it is when it skips batches, and the data "
-        return ResumeMismatch("order", f"{text}would come in the order of the first epoch")
+        text = "accelerate here forgets which epoch it is when it skips batches, "
+        text += "and the data would come in the order of the first epoch"
+        return ResumeMismatch("order", text)
     if skips_each and then.micro and then.epoch < now.passes - 1:
-        text = f"the {taken} rows that epoch {then.epoch + 1} has behind it would be skipped again "
-        return ResumeMismatch("skips", f"{text}in each later epoch")
+        text = f"the {taken} rows that epoch {then.epoch + 1} has behind it "
+        text += "would be skipped again in each later epoch"
+        return ResumeMismatch("skips", text)
     return None
 
 
-def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch | None:
+def check_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `epoch_N`: only the count can."""
     if was.updates == now.updates or epoch + 1 >= now.passes:
         return None
@@ -160,7 +165,7 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
     return ResumeMismatch("count", text)
 
 
-def of_trl(
+def check_trl(
     step: int,
     epochs: float | None,
     was: int | None,
@@ -174,8 +179,11 @@ def of_trl(
     the last step. Unless it `skips` (not `ignore_data_skip`), the epoch begins again.
     """
     inside = epochs is None or not math.isclose(epochs, round(epochs), abs_tol=1e-9)
-    if total is not None and step >= total:
-        return ResumeMismatch("over", _OVER.format(step)) if inside else None
+    is_over = total is not None and step >= total
+    if is_over and inside:
+        return ResumeMismatch("over", _OVER.format(step))
+    if is_over:
+        return None
     if step and was not in (None, now):
         text = f"a step took {was} rows and takes {now}: {step} steps are another place"
         return ResumeMismatch("place", text)
@@ -185,17 +193,18 @@ def of_trl(
     return None
 
 
-def inexact(
+def find_inexact(
     skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
-) -> Iterator[int]:
-    """The checkpoints, of those saved every so many steps, from which a resume would go wrong.
+) -> Iterator[tuple[int, ResumeMismatch]]:
+    """The steps, of those that are saved, from which a resume would go wrong, and how.
 
     The last step of all is left out: it is resumed from only where the final save failed.
     """
     for step in range(every, shape.total, every):
-        saved = advanced(shape, DataPosition(0, 0), step)
-        if of_step(skips_each, step, saved, shape, shape, keeps_order=keeps_order) is not None:
-            yield step
+        saved = advance(shape, DataPosition(0, 0), step)
+        mismatch = check_step(skips_each, step, saved, shape, shape, keeps_order=keeps_order)
+        if mismatch is not None:
+            yield step, mismatch
 
 
 def keeps_order(trainer: Trainer) -> bool:
@@ -234,7 +243,9 @@ def interval(plan: Plan) -> int | str | None:
     if not 0 < steps < 1:
         return int(steps) or None
     # transformers takes a share of all steps
-    return "share" if plan.steps is None else math.ceil(steps * plan.steps) or None
+    if plan.steps is None:
+        return "share"
+    return math.ceil(steps * plan.steps) or None
 
 
 def findings(plan: Plan, layout: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
@@ -273,17 +284,16 @@ def _report_inexact_checkpoints(
     """Checkpoints from which a resume would go wrong, and which would be exact."""
     entry = plan.stage.entry
     skips_each = entry.skips_each_epoch
-    wrong = list(inexact(skips_each, layout, every, keeps_order=keeps_order))
+    wrong = list(find_inexact(skips_each, layout, every, keeps_order=keeps_order))
     if not wrong:
         return
-    saved = advanced(layout, DataPosition(0, 0), wrong[0])
-    first = of_step(skips_each, wrong[0], saved, layout, layout, keeps_order=keeps_order)
+    step, first = wrong[0]
     number = len(range(every, layout.total, every))
     message = f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first "
-    message += f"of them step_{wrong[0]}: {first.text if first else ''}"
+    message += f"of them step_{step}: {first.text}"
     ways = []
     updates = layout.updates
-    by_epoch = inexact(skips_each, layout, updates, keeps_order=keeps_order)
+    by_epoch = find_inexact(skips_each, layout, updates, keeps_order=keeps_order)
     if updates < layout.total and not any(by_epoch):
         ways.append(f"`checkpointing_steps: {updates}` is exact")
     if entry.epoch_checkpoints:

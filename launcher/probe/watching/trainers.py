@@ -185,6 +185,7 @@ def watch_trainer(probe: Probe, module: ModuleType) -> None:
         step = trainer.state.global_step
         checkpoint = os.path.join(trainer.args.output_dir, f"checkpoint-{step}")
         probe.stop_after_save(step, checkpoint)
+        return None
 
     owner = module.Trainer
     wrap_known(owner, ("_save_checkpoint",), resting(probe, SAVING))

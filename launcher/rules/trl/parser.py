@@ -83,7 +83,7 @@ def whole_steps(values: Values) -> Iterator[Finding]:
 def best_model_strategies(values: Values) -> Iterator[Finding]:
     save = values["save_strategy"]
     evaluate = values["eval_strategy"]
-    if values["load_best_model_at_end"] and save != "best" and save != evaluate:
+    if values["load_best_model_at_end"] and save not in ("best", evaluate):
         both = f"`save_strategy: {save}` and `eval_strategy: {evaluate}`"
         message = f"`load_best_model_at_end` with {both}: they must be the same"
         help = f"write `eval_strategy: {save}`, or `save_strategy: best`"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
 from launcher.lazy_dataclass import dataclass
-from launcher.stage.conversion.settings import SourceSetting, name_of, value_of
+from launcher.stage.conversion.settings import SourceSetting, as_list, name_of, value_of
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import ScriptCommand
 
@@ -244,9 +244,8 @@ def _read_all_flags(
         place = _read_flags(words, place, program, invocation)
         if place < len(words) and invocation.launchers:
             last = invocation.launchers.pop()
-            values = last.value if isinstance(last.value, list) else [last.value]
-            further = words[place].text
-            invocation.launchers.append(replace(last, value=[*values, further]))
+            values = [*as_list(last.value), words[place].text]
+            invocation.launchers.append(replace(last, value=values))
         place += 1
 
 

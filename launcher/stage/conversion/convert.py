@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
@@ -15,7 +14,12 @@ from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_find
 from launcher.lazy_dataclass import dataclass
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, replacement, sbatch, sources
-from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
+from launcher.stage.conversion.ledger import (
+    PLACEHOLDER,
+    ConversionLedger,
+    explain_missing,
+    is_secret,
+)
 from launcher.stage.conversion.replacement import Replacements
 from launcher.stage.conversion.settings import Recipe, SourceSetting, flag_of, last_of_each
 from launcher.stage.conversion.tools import (
@@ -27,6 +31,7 @@ from launcher.stage.conversion.tools import (
     trl,
 )
 from launcher.stage.draft import Draft
+from launcher.stage.options import Batch
 from launcher.upstream.locate import Locator, past
 from launcher.upstream.trainers import BACKENDS
 
@@ -43,8 +48,8 @@ class _Tool:
 
 
 _TOOLS: Mapping[str, _Tool] = {
-    "trl": _Tool(trl.convert, prepare=launchers.split_off),
-    "handbook": _Tool(trl.convert_handbook, prepare=launchers.split_off),
+    "trl": _Tool(trl.convert, prepare=launchers.move_launcher_options),
+    "handbook": _Tool(trl.convert_handbook, prepare=launchers.move_launcher_options),
     "own": _Tool(trl.convert_own, prepare=trl.flatten, name="a script of its own"),
     "axolotl": _Tool(axolotl.convert, stage_key="rl"),
     "llama_factory": _Tool(llama_factory.convert, stage_key="stage"),
@@ -99,7 +104,6 @@ def convert(
     gpus: int | None,
     locator: Locator,
     arguments: tuple[str, ...] = (),
-    environ: Mapping[str, str] = os.environ,
     replacements: Replacements = replacement.NONE,
 ) -> Conversion:
     """The stage that a file or script describes; `arguments` are those that a script starts with.
@@ -108,7 +112,7 @@ def convert(
     the file cannot be read or its stage is neither SFT nor DPO, and UsageError if it describes no
     known training.
     """
-    circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
+    circumstances = sources.Circumstances(arguments=arguments, gpus=gpus)
     recipes = sources.read_recipes(path, circumstances)
     recipe = _choose_recipe(recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
@@ -163,13 +167,12 @@ def _choose_stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locat
     named = _find_named_stage(recipe, tool, locator)
     if named is None or named in STAGES:
         return stage or named or "sft"
-    key = tool.stage_key or "stage"
+    place: dict[str, Any] = {"key": tool.stage_key or "stage", "file": str(recipe.path)}
     setting = recipe.get(tool.stage_key)
-    line = None if setting is None else setting.line
-    file = str(recipe.path)
+    if setting is not None:
+        place["line"] = setting.line
     message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
-    fault = launch_finding("error", "bad-stage", message, None, key=key, file=file, line=line)
-    raise InvalidConfig(fault)
+    raise InvalidConfig(launch_finding("error", "bad-stage", message, None, **place))
 
 
 def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
@@ -181,7 +184,9 @@ def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | No
     if tool.stage_key and recipe.get("train_dataset") is None:
         # what the tool trains without the key is SFT
         return None
-    return "dpo" if _is_dpo(recipe, tool, locator) else None
+    if _is_dpo(recipe, tool, locator):
+        return "dpo"
+    return None
 
 
 def _is_dpo(recipe: Recipe, tool: _Tool, locator: Locator) -> bool:
@@ -210,8 +215,11 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     recipe.settings, earlier = last_of_each(recipe.settings)
     recipe.launchers, earlier_options = last_of_each(recipe.launchers)
     launchers.settle(recipe, ledger)
-    launchers.arguments_of(recipe, ledger)
+    launchers.settle_arguments(recipe, ledger)
     _write_placeholders(ledger)
+    named_stage = recipe.get(tool.stage_key)
+    if named_stage is not None:
+        ledger.point(named_stage, "stage")
     tool.convert(ledger)
     _settle_directives(ledger)
     _settle_environment(ledger)
@@ -234,8 +242,9 @@ def _leave_rest_of_script(ledger: ConversionLedger) -> None:
     recipe = ledger.recipe
     settled = {written.rpartition(" ")[2] for written in (*ledger.carried, *ledger.omissions)}
     for number, line in enumerate(recipe.text.splitlines(), start=1):
-        flags = [] if line.lstrip().startswith("#") else _FLAG.findall(line)
-        for flag in flags:
+        if line.lstrip().startswith("#"):
+            continue
+        for flag in _FLAG.findall(line):
             if flag not in settled:
                 settled.add(flag)
                 setting = flag_of(flag, str(recipe.path), number)
@@ -250,7 +259,7 @@ def _write_placeholders(ledger: ConversionLedger) -> None:
     missing = [setting for setting in ledger.recipe.settings if setting.missing]
     for setting in missing:
         if setting.key in _MODEL and "model_name_or_path" in fields:
-            ledger.placeholder(setting, "model_name_or_path")
+            ledger.write_placeholder(setting, "model_name_or_path")
     for setting in missing:
         if setting.key in _OUTPUT and "output_dir" in fields:
             _carry_output(ledger, setting)
@@ -260,7 +269,7 @@ def _write_placeholders(ledger: ConversionLedger) -> None:
             _carry_name(ledger, setting, target)
     for setting in missing:
         if setting.key in _DATA and data not in ledger.draft.rows:
-            ledger.placeholder(setting, data)
+            ledger.write_placeholder(setting, data)
             row = ledger.draft.rows[data]
             if fields[data].many:
                 ledger.draft.rows[data] = row._replace(value=[row.value, 1.0])
@@ -298,7 +307,7 @@ def _carry_name(ledger: ConversionLedger, setting: SourceSetting, target: str) -
     text = _remove_unknown(setting).strip("-_./ ")
     if text:
         ledger.carry(setting, target, text)
-        ledger.check(setting, f"`{target}`: {unknown_value(setting)}")
+        ledger.check(setting, f"`{target}`: {explain_missing(setting)}")
 
 
 def _remove_unknown(setting: SourceSetting) -> str:
@@ -317,7 +326,7 @@ def _carry_output(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if not re.search(r"\w", text):
         text = f"output/{ledger.draft.stage}"
     ledger.carry(setting, "output_dir", text)
-    ledger.check(setting, f"`output_dir`: {unknown_value(setting)}")
+    ledger.check(setting, f"`output_dir`: {explain_missing(setting)}")
 
 
 def _settle_directives(ledger: ConversionLedger) -> None:
@@ -373,12 +382,11 @@ def _settle_batch(ledger: ConversionLedger, gpus: int | None) -> None:
     steps = _find_row_or_default(ledger, _ACCUMULATION)
     if per_device is None or steps is None:
         return
-    draft.batch = (per_device * steps * max(1, devices), per_device)
+    total = per_device * steps * max(1, devices)
+    draft.batch = Batch(total=total, per_device=per_device)
     for target, key in ((_PER_DEVICE, "batch.per_device"), (_ACCUMULATION, "batch.global")):
         draft.rows.pop(target, None)
-        for targets in ledger.carried.values():
-            if target in targets:
-                targets[targets.index(target)] = key
+        ledger.rename(target, key)
 
 
 def _is_batch_unknown(recipe: Recipe) -> bool:
@@ -396,7 +404,9 @@ def _find_row_or_default(ledger: ConversionLedger, name: str) -> int | None:
         value = row.value
     elif field is not None:
         value = field.default
-    return value if isinstance(value, int) and value > 0 else None
+    if isinstance(value, int) and value > 0:
+        return value
+    return None
 
 
 def _complete_draft(ledger: ConversionLedger) -> None:
@@ -456,15 +466,17 @@ _ABOUT_FILES = frozenset({"missing-data", "missing-file", "no-such-data"})
 def describe(conversion: Conversion) -> None:
     """Write what became of the settings into the draft's comments."""
     draft = conversion.draft
-    draft.checks = {}
+    advice: dict[str, list[str]] = {}
     for check in conversion.ledger.checks:
         name = check.setting.written.lstrip("-")
-        before = draft.checks.get(name)
-        draft.checks[name] = check.advice if before is None else f"{before}; {check.advice}"
+        advice.setdefault(name, []).append(check.advice)
+    draft.checks = {name: "; ".join(sentences) for name, sentences in advice.items()}
     draft.lost = {}
     draft.unneeded = {}
     for written, omission in conversion.ledger.omissions.items():
-        place = draft.lost if omission.matters else draft.unneeded
+        place = draft.unneeded
+        if omission.matters:
+            place = draft.lost
         place[written] = (_render_value(omission.setting), omission.reason)
 
 

@@ -50,7 +50,7 @@ def is_file(path: str) -> bool:
     return sources.reader_of(Path(path)) is not None
 
 
-def set_aside(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None:
+def read_test_size(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None:
     """Read how many rows a source sets aside for evaluation: a share of all, or a number."""
     size = ledger.take(*keys)
     if size is None:
@@ -71,13 +71,13 @@ def limit_rows(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> Non
         mixture.also.append(limit)
 
 
-def write(ledger: ConversionLedger, mixture: SourceData) -> None:
+def carry_sets(ledger: ConversionLedger, mixture: SourceData) -> None:
     """Write the sets as TRL's arguments."""
     if not mixture.sets:
         return
     for index, data in enumerate(mixture.sets):
         if is_file(data.path):
-            path = local_rows.readable(data.path, mixture.setting, ledger)
+            path = local_rows.find_readable(data.path, mixture.setting, ledger)
             mixture.sets[index] = replace(data, path=path)
     first = mixture.sets[0]
     if _is_plain(mixture):
@@ -160,7 +160,7 @@ def _render_split(data: DataSet) -> str:
     return split
 
 
-def advise(ledger: ConversionLedger, mixture: SourceData) -> None:
+def check_shares(ledger: ConversionLedger, mixture: SourceData) -> None:
     """Say what the sets of a source mean that TRL's script cannot."""
     for data in mixture.sets:
         if data.share is not None and data.share > 1:
@@ -197,7 +197,7 @@ def _is_evaluated(ledger: ConversionLedger) -> bool:
     )
 
 
-def of_text(text: str) -> DataSet:
+def parse_data_set(text: str) -> DataSet:
     """`name#500` and `name:subset` as ms-swift has them; other texts are names or paths."""
     path, _, count = text.strip().partition("#")
     rows = int(count) if count.isdecimal() else None

@@ -9,8 +9,15 @@ from typing import Any
 from launcher.config.keys import KEYS
 from launcher.stage.conversion import sharding
 from launcher.stage.conversion.commands import CONFIG
-from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.ledger import ConversionLedger, explain_missing
+from launcher.stage.conversion.settings import (
+    Recipe,
+    SourceSetting,
+    is_off,
+    is_on,
+    leading_number,
+    words,
+)
 from launcher.stage.conversion.sharding import ShardingName
 
 _PROCESSES = "num_processes"
@@ -82,7 +89,10 @@ def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of accelerate's config file under the names of its options."""
     options: dict[str, Any] = {}
     for key, value in content.items():
-        options |= value if isinstance(value, Mapping) else {key: value}
+        if isinstance(value, Mapping):
+            options |= value
+        else:
+            options[key] = value
     return options
 
 
@@ -98,16 +108,11 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.key == CONFIG and setting.value in recipe.absent:
             ledger.leave(setting, "it is not here: what it says is missing")
         elif setting.missing and setting.key != CONFIG:
-            ledger.leave(setting, unknown_value(setting), matters=setting.key not in _REASONS)
+            ledger.leave(setting, explain_missing(setting), matters=setting.key not in _REASONS)
         else:
             program = setting.written.partition(" ")[0]
             other = f"an option of {program}: launch starts the processes itself"
             ledger.leave(setting, _REASONS.get(setting.key, other), matters=False)
-
-
-def _parse_number(value: Any) -> int | None:
-    match = re.match(r"\d{1,5}", str(value))
-    return int(match[0]) if match and not isinstance(value, bool) else None
 
 
 def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
@@ -123,7 +128,7 @@ def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
 
 def _parse_upper_bound(value: Any) -> int | None:
     """A number, or the end of torchrun's range `1:4`."""
-    return _parse_number(str(value).rpartition(":")[2])
+    return leading_number(str(value).rpartition(":")[2])
 
 
 def _count_devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | None:
@@ -134,7 +139,7 @@ def _count_devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int
         if setting.missing:
             continue
         if setting.key == _PROCESSES:
-            total = _parse_number(setting.value)
+            total = leading_number(setting.value)
             ledger.point(setting, "--gpus")
         elif setting.key in _EACH:
             count = _parse_upper_bound(setting.value)
@@ -155,7 +160,7 @@ def _count_visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.missing:
             continue
         if setting.key == "NPROC_PER_NODE":
-            number = _parse_number(setting.value)
+            number = leading_number(setting.value)
         elif setting.key in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
             number = len(words(setting.value))
         else:
@@ -170,7 +175,9 @@ def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if setting.key != "mixed_precision" or setting.missing:
             continue
-        value = "no" if is_off(setting.value) else str(setting.value)
+        value = str(setting.value)
+        if is_off(setting.value):
+            value = "no"
         precisions = KEYS["mixed_precision"].words
         if value in precisions:
             ledger.draft.mixed_precision = value
@@ -183,14 +190,16 @@ def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
 def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
     options = {setting.key: setting for setting in recipe.launchers if not setting.missing}
     result = _find_sharding({key: setting.value for key, setting in options.items()}, recipe)
-    settings = [options[key] for key in options if key in _SHARDING or key in _CONFIG_FILES]
+    keys = [key for key in options if key in _SHARDING or key in _CONFIG_FILES]
     if result is not None:
-        ledger.shard(result, *settings)
+        ledger.shard(result, *[options[key] for key in keys])
         return
-    for setting in settings:
-        if setting.key in _SHARDING or sharding.read_text(str(setting.value), recipe) is not None:
+    for key in keys:
+        setting = options[key]
+        text = str(setting.value)
+        if key in _SHARDING or sharding.read_text(text, recipe) is not None:
             ledger.leave(setting, "launch decides it: no ZeRO and no FSDP", matters=False)
-        elif re.search(r"multi_?gpu|single|ddp|default", str(setting.value).lower()):
+        elif re.search(r"multi_?gpu|single|ddp|default", text.lower()):
             reason = "without ZeRO and FSDP launch needs no such file"
             ledger.leave(setting, reason, matters=False)
         else:
@@ -202,8 +211,9 @@ def _find_sharding(options: Mapping[str, Any], recipe: Recipe) -> ShardingName |
     if "deepspeed_config_file" in options:
         return sharding.of_deepspeed(options["deepspeed_config_file"], recipe)
     if "zero_stage" in options:
-        devices = (options.get("offload_optimizer_device"), options.get("offload_param_device"))
-        offloads = not all(map(is_off, devices))
+        states = options.get("offload_optimizer_device")
+        weights = options.get("offload_param_device")
+        offloads = not is_off(states) or not is_off(weights)
         return sharding.of_stage(options["zero_stage"], offloads=offloads)
     kind = str(options.get("distributed_type")).upper()
     if is_on(options.get("use_fsdp")) or kind == "FSDP":
@@ -235,7 +245,7 @@ def _set_compilation(recipe: Recipe, ledger: ConversionLedger) -> None:
 _DEEPSPEED_FILES = frozenset({"deepspeed", "deepspeed_config", "ds_config", "accelerate_config"})
 
 
-def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
+def settle_arguments(recipe: Recipe, ledger: ConversionLedger) -> None:
     """`deepspeed`, `fsdp` and accelerate's options that stand among the trainer's own arguments."""
     for setting in recipe.settings:
         if ledger.is_settled(setting) or setting.missing:
@@ -283,7 +293,7 @@ _OF_ACCELERATE = frozenset(
 )
 
 
-def split_off(recipe: Recipe) -> None:
+def move_launcher_options(recipe: Recipe) -> None:
     """`trl sft` takes accelerate's options among its own (trl/cli/accelerate_launcher.py)."""
     for setting in [*recipe.settings]:
         if setting.key in _OF_ACCELERATE:

@@ -79,6 +79,12 @@ class ConversionLedger:
         if target not in targets:
             targets.append(target)
 
+    def rename(self, target: str, key: str) -> None:
+        """Note that what went to `target` went to `key`."""
+        for targets in self.carried.values():
+            if target in targets:
+                targets[targets.index(target)] = key
+
     def leave(self, setting: SourceSetting, reason: str, *, matters: bool = True) -> None:
         """Leave a setting out, unless it is carried already."""
         if setting.written not in self.carried:
@@ -118,7 +124,9 @@ class ConversionLedger:
     def take_on(self, *keys: str) -> SourceSetting | None:
         """The same, if it is a switch that is on."""
         setting = self.take(*keys)
-        return setting if setting is not None and is_on(setting.value) else None
+        if setting is None or not is_on(setting.value):
+            return None
+        return setting
 
     def shard(self, sharding: ShardingName, *settings: SourceSetting) -> None:
         """Write `deepspeed:`, which these settings say."""
@@ -136,7 +144,7 @@ class ConversionLedger:
         self.carry(rank, "lora_r", rank.value)
         return True
 
-    def by_name(
+    def carry_by_name(
         self,
         setting: SourceSetting,
         names: Mapping[str, str],
@@ -156,13 +164,13 @@ class ConversionLedger:
             self.leave(setting, unneeded[setting.key], matters=False)
             return
         if setting.missing:
-            self.leave(setting, unknown_value(setting))
+            self.leave(setting, explain_missing(setting))
             return
         if setting.key in reasons:
             self.leave(setting, reasons[setting.key], matters=not is_off(setting.value))
             return
         name = names.get(setting.key, setting.key)
-        target = name if name in self.schema.fields else self._find_new_name(name)
+        target = self._find_argument(name)
         if target is None:
             self._leave_unknown(setting, name)
         else:
@@ -193,12 +201,16 @@ class ConversionLedger:
             return "takes no mapping"
         return self.schema.refusal(target, self.schema.words(target, value))
 
-    def _find_new_name(self, name: str) -> str | None:
+    def _find_argument(self, name: str) -> str | None:
+        """The argument of this name, else the one that the name was changed or is short for."""
+        if name in self.schema.fields:
+            return name
         moved = self.entry.moved.get(name)
         if moved is not None and moved.to in self.schema.fields:
             return moved.to
-        flag = self.schema.taken_as(name) if len(name) > 4 else None
-        if flag is not None and not flag.negated:
+        flag = self.schema.taken_as(name)
+        # few letters may be meant for anything
+        if len(name) > 4 and flag is not None and not flag.negated:
             return flag.name
         events = self.past(name)
         if events and events[0].gone:
@@ -221,15 +233,16 @@ class ConversionLedger:
         elif changes and changes[0].gone:
             self.leave(setting, history.sentence(changes[0]), matters=matters)
         else:
-            off = "" if matters else "off there; "
-            reason = f"{off}{self.schema.script} has no such argument"
+            reason = f"{self.schema.script} has no such argument"
+            if not matters:
+                reason = f"off there; {reason}"
             self.leave(setting, reason, matters=matters)
 
-    def placeholder(self, setting: SourceSetting, target: str) -> None:
+    def write_placeholder(self, setting: SourceSetting, target: str) -> None:
         """Write a value that has to be filled in for one that the source does not tell."""
         name = re.sub(r"\W", "", setting.missing[0])
         self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60].rstrip("_"))
-        self.check(setting, f"write `{target}`: {unknown_value(setting)}", target=target)
+        self.check(setting, f"write `{target}`: {explain_missing(setting)}", target=target)
 
 
 def is_secret(setting: SourceSetting) -> bool:
@@ -244,9 +257,10 @@ def holds_secret_by_name(name: str, value: str) -> bool:
     return redact({name: value})[name] != value
 
 
-def unknown_value(setting: SourceSetting) -> str:
+def explain_missing(setting: SourceSetting) -> str:
     """Why a setting has no value here."""
-    expressions = ", ".join(
-        f"`{brief(redact(name), 60)}`" for name in dict.fromkeys(setting.missing)
-    )
-    return f"its value is {expressions}, which the script does not tell"
+    expressions = []
+    for name in dict.fromkeys(setting.missing):
+        shown = brief(redact(name), 60)
+        expressions.append(f"`{shown}`")
+    return f"its value is {', '.join(expressions)}, which the script does not tell"

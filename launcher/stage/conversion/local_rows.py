@@ -14,11 +14,11 @@ from launcher.stage.conversion.settings import SourceSetting
 FOLDER = "converted"
 
 
-def readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str:
+def find_readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str:
     """The path of rows that the trainer reads: this one, or that of a file yet to be converted."""
     draft = ledger.draft
     try:
-        local = rows.look(path, draft.stage, draft.backend, os.environ)
+        local = rows.read_rows(path, draft.stage, draft.backend, os.environ)
     except (LaunchError, OSError, ValueError):
         return path
     if local is None:

@@ -10,12 +10,12 @@ from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import SourceSetting, is_off, is_on, words
 
 
-def pairs(text: str) -> dict[str, str]:
+def parse_pairs(text: str) -> dict[str, str]:
     """`theirs=ours theirs=ours` as a mapping."""
     return dict(pair.split("=", 1) for pair in text.split())
 
 
-AXOLOTL = pairs(
+AXOLOTL = parse_pairs(
     "base_model=model_name_or_path revision_of_model=model_revision sequence_len=max_length "
     "sample_packing=packing micro_batch_size=per_device_train_batch_size "
     "eval_sample_packing=eval_packing eval_batch_size=per_device_eval_batch_size "
@@ -26,7 +26,7 @@ AXOLOTL = pairs(
     "hub_model_id=hub_model_id wandb_run_name=run_name "
     "auto_resume_from_checkpoints=resume_from_checkpoint logging_steps=logging_steps"
 )
-LLAMA_FACTORY = pairs(
+LLAMA_FACTORY = parse_pairs(
     "cutoff_len=max_length preprocessing_num_workers=dataset_num_proc warmup_ratio=warmup_steps "
     "pref_beta=beta pref_loss=loss_type dpo_label_smoothing=label_smoothing "
     "enable_liger_kernel=use_liger_kernel additional_target=lora_modules_to_save "
@@ -34,13 +34,13 @@ LLAMA_FACTORY = pairs(
     "model=model_name_or_path micro_batch_size=per_device_train_batch_size bf16=bf16 "
     "use_llama_pro=use_llama_pro"
 )
-TRL = pairs(
+TRL = parse_pairs(
     "max_seq_length=max_length warmup_ratio=warmup_steps torch_dtype=dtype "
     "evaluation_strategy=eval_strategy use_liger=use_liger_kernel "
     "preprocessing_num_workers=dataset_num_proc model_name=model_name_or_path lora_rank=lora_r "
     "use_lora=use_peft bnb_4bit_use_double_quant=use_bnb_nested_quant"
 )
-TORCHTUNE = pairs(
+TORCHTUNE = parse_pairs(
     "batch_size=per_device_train_batch_size epochs=num_train_epochs "
     "gradient_accumulation_steps=gradient_accumulation_steps optimizer.lr=learning_rate "
     "optimizer.weight_decay=weight_decay lr_scheduler.num_warmup_steps=warmup_steps "
@@ -53,7 +53,7 @@ TORCHTUNE = pairs(
     "output_dir=output_dir batch_size_val=per_device_eval_batch_size "
     "run_val_every_n_steps=eval_steps"
 )
-OPENRLHF = pairs(
+OPENRLHF = parse_pairs(
     "pretrain=model_name_or_path model_name_or_path=model_name_or_path max_len=max_length "
     "max_epochs=num_train_epochs lr=learning_rate learning_rate=learning_rate "
     "actor_learning_rate=learning_rate lr_scheduler=lr_scheduler_type lr_warmup_ratio=warmup_steps "
@@ -66,7 +66,7 @@ OPENRLHF = pairs(
     "packing_samples=packing use_liger_kernel=use_liger_kernel "
     "attn_implementation=attn_implementation eval_steps=eval_steps"
 )
-SWIFT = pairs(
+SWIFT = parse_pairs(
     "model=model_name_or_path model_id_or_path=model_name_or_path model_revision=model_revision "
     "torch_dtype=dtype dtype=dtype lora_rank=lora_r target_modules=lora_target_modules "
     "lora_target_modules=lora_target_modules attn_impl=attn_implementation "
@@ -74,7 +74,7 @@ SWIFT = pairs(
     "modules_to_save=lora_modules_to_save evaluation_strategy=eval_strategy "
     "batch_size=per_device_train_batch_size max_seq_length=max_length"
 )
-VERL = pairs(
+VERL = parse_pairs(
     "model.partial_pretrain=model_name_or_path model.path=model_name_or_path "
     "data.max_length=max_length optim.lr=learning_rate optim.weight_decay=weight_decay "
     "optim.clip_grad=max_grad_norm optim.lr_scheduler=lr_scheduler_type "
@@ -87,7 +87,7 @@ VERL = pairs(
     "trainer.logger=report_to model.trust_remote_code=trust_remote_code"
 )
 # scripts of one's own; what several of them mean by a name, or what the name says by itself
-OWN = pairs(
+OWN = parse_pairs(
     "model=model_name_or_path model_name=model_name_or_path base_model=model_name_or_path "
     "model_path=model_name_or_path pretrain=model_name_or_path "
     "pretrained_model_name_or_path=model_name_or_path model_id=model_name_or_path "
@@ -219,19 +219,19 @@ def carry_rest(
             continue
         target = names.get(setting.key, setting.key)
         spelt = replace(setting, value=spell(target, setting.value))
-        ledger.by_name(spelt, names, reasons, unneeded)
+        ledger.carry_by_name(spelt, names, reasons, unneeded)
 
 
 def _carry_flash(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if setting.missing:
-        ledger.by_name(setting, {}, {}, {})
+        ledger.carry_by_name(setting, {}, {}, {})
     elif is_on(setting.value):
         ledger.carry(setting, "attn_implementation", "flash_attention_2")
     else:
         ledger.leave(setting, "off: the model's default attention", matters=False)
 
 
-def warmup(ledger: ConversionLedger) -> None:
+def carry_warmup(ledger: ConversionLedger) -> None:
     """Steps come before a ratio, and `warmup_steps` takes a share too.
 
     transformers/training_args.py::TrainingArguments[warmup_steps: float]
@@ -251,6 +251,18 @@ def warmup(ledger: ConversionLedger) -> None:
             ledger.point(steps, "warmup_steps")
 
 
+def trains_lora(ledger: ConversionLedger, method: SourceSetting | None) -> bool:
+    """Whether a tool trains LoRA, which is its default; leaves another method out."""
+    if method is None:
+        return True
+    kind = str(method.value)
+    if kind == "full":
+        ledger.leave(method, "all weights are trained, as without LoRA here", matters=False)
+    elif kind != "lora":
+        ledger.leave(method, f"`{kind}`: TRL trains all weights, or LoRA")
+    return kind == "lora"
+
+
 _LORA_SWITCHES = (
     "use_lora",
     "use_peft",
@@ -262,7 +274,7 @@ _LORA_SWITCHES = (
 )
 
 
-def lora(ledger: ConversionLedger) -> None:
+def carry_lora(ledger: ConversionLedger) -> None:
     """Switch LoRA on where a source names what it needs, and keep its quantization."""
     setting = ledger.take(*_LORA_SWITCHES)
     if setting is not None and not isinstance(setting.value, dict):
@@ -291,7 +303,7 @@ def lora(ledger: ConversionLedger) -> None:
         ledger.leave(quantized, "no QLoRA", matters=False)
 
 
-def bits(ledger: ConversionLedger) -> None:
+def carry_bits(ledger: ConversionLedger) -> None:
     """`--bits 4`, as artidoro/qlora and others have it."""
     setting = ledger.take("bits", "quantization_bit", "quant_bits", "load_in_bits")
     if setting is None:
@@ -303,7 +315,7 @@ def bits(ledger: ConversionLedger) -> None:
         ledger.leave(setting, "nothing is quantized", matters=False)
 
 
-def reentrant(ledger: ConversionLedger) -> None:
+def carry_reentrant(ledger: ConversionLedger) -> None:
     setting = ledger.take("use_reentrant")
     if setting is not None and "gradient_checkpointing_kwargs" in ledger.schema.fields:
         value = {"use_reentrant": is_on(setting.value)}

@@ -64,34 +64,33 @@ def _replace_data(ledger: ConversionLedger, path: str) -> None:
     if ledger.schema.fields[data].many:
         ledger.carry(option, data, [path, 1.0], note="--data")
         return
+    mixture = SourceData(setting=option, sets=[DataSet(path=path)])
     held_out = draft.rows.get("test_split_size")
-    test_size = None if held_out is None else held_out.value
-    data_sets.write(
-        ledger, SourceData(setting=option, sets=[DataSet(path=path)], test_size=test_size)
-    )
+    if held_out is not None:
+        mixture.test_size = held_out.value
+    data_sets.carry_sets(ledger, mixture)
     for name in ledger.carried["--data"]:
         draft.rows[name] = draft.rows[name]._replace(comment="--data")
     if held_out is not None:
         draft.rows["test_split_size"] = held_out
     elif had_test_split and "eval_strategy" in draft.rows:
-        advice = (
-            f"it is evaluated on the split `test` of {path}: `dataset_test_split` names another one"
-        )
-        ledger.check(option, advice)
+        evaluated = f"it is evaluated on the split `test` of {path}"
+        ledger.check(option, f"{evaluated}: `dataset_test_split` names another one")
     _mask_as_rows_need(ledger)
 
 
 def _mask_as_rows_need(ledger: ConversionLedger) -> None:
     """Mask questions by the argument for the kind of rows: chats, or prompts and completions."""
-    row = ledger.draft.rows.pop("assistant_only_loss", None)
+    rows = ledger.draft.rows
+    row = rows.pop("assistant_only_loss", None)
     if row is None:
         return
-    is_pairs = ledger.kinds == {"completions"}
-    name = "completion_only_loss" if is_pairs else "assistant_only_loss"
-    ledger.draft.rows[name] = row
-    for targets in ledger.carried.values():
-        if is_pairs and "assistant_only_loss" in targets:
-            targets[targets.index("assistant_only_loss")] = name
+    if ledger.kinds != {"completions"}:
+        # at the end, as what is carried later
+        rows["assistant_only_loss"] = row
+        return
+    rows["completion_only_loss"] = row
+    ledger.rename("assistant_only_loss", "completion_only_loss")
 
 
 def _build_option(written: str, value: str) -> SourceSetting:

@@ -9,7 +9,7 @@ from dataclasses import field, replace
 
 from launcher.lazy_dataclass import dataclass
 from launcher.runs import slurm
-from launcher.stage.conversion.settings import SourceSetting
+from launcher.stage.conversion.settings import SourceSetting, leading_number
 
 # sbatch(1): the letters of its options
 _LETTERS: Mapping[str, str] = {
@@ -73,7 +73,7 @@ def is_of_slurm(setting: SourceSetting) -> bool:
     return setting.written.startswith(_PROGRAMS)
 
 
-def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
+def select_options(launchers: list[SourceSetting]) -> list[SourceSetting]:
     """The options of srun and sbatch among those of launchers, named as directives."""
     settings = []
     for setting in launchers:
@@ -87,13 +87,15 @@ def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
         if short is not None:
             name = _LETTERS.get(short[1], name)
             value = short[2] or value
-        settings.append(replace(setting, key=name, value=value if value is True else str(value)))
+        if value is not True:
+            value = str(value)
+        settings.append(replace(setting, key=name, value=value))
     return settings
 
 
 def job_of(settings: list[SourceSetting]) -> Job:
     values = {setting.key: str(setting.value) for setting in settings}
-    nodes = _parse_number(values.get("nodes"))
+    nodes = leading_number(values.get("nodes"))
     return Job(gpus=_count_gpus(values, nodes or 1), nodes=nodes)
 
 
@@ -130,11 +132,6 @@ def _parse_options(text: str, file: str, line: int) -> list[SourceSetting]:
     return options
 
 
-def _parse_number(text: str | None) -> int | None:
-    match = re.match(r"\d{1,5}", text or "")
-    return int(match[0]) if match else None
-
-
 def _count_gpus(values: Mapping[str, str], nodes: int) -> int | None:
     """GPUs of one machine."""
     numbers = {}
@@ -149,7 +146,8 @@ def _count_gpus(values: Mapping[str, str], nodes: int) -> int | None:
     if "gpus" in numbers:
         return max(1, numbers["gpus"] // nodes)
     if "gpus-per-task" in numbers:
-        return numbers["gpus-per-task"] * (_parse_number(values.get("ntasks-per-node")) or 1)
+        tasks = leading_number(values.get("ntasks-per-node")) or 1
+        return numbers["gpus-per-task"] * tasks
     return None
 
 

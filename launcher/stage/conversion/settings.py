@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,14 @@ class Recipe:
         return None
 
     def value(self, *keys: str) -> Any:
-        setting = self.get(*keys)
-        return None if setting is None else setting.value
+        return value_or(self.get(*keys), None)
+
+
+def value_or(setting: SourceSetting | None, default: Any) -> Any:
+    """The value of a setting; `default` if the source has no such setting."""
+    if setting is None:
+        return default
+    return setting.value
 
 
 def name_of(flag: str) -> str:
@@ -103,16 +109,20 @@ def value_of(text: str) -> Any:
     if re.fullmatch(r"\d+(_\d+)+", text):
         return int(text)
     value = document.plain(text)
-    return text if isinstance(value, bool) or value is None else value
+    if isinstance(value, bool) or value is None:
+        return text
+    return value
 
 
 def of_document(content: Document, file: str) -> list[SourceSetting]:
     """The keys of a YAML file as settings."""
     settings = []
     for key, value in content.value.items():
+        setting = SourceSetting(key=key, value=value, written=key, file=file)
         origin = content.origins.get(key)
-        line = None if origin is None else origin.line
-        settings.append(SourceSetting(key=key, value=value, written=key, file=file, line=line))
+        if origin is not None:
+            setting = replace(setting, line=origin.line)
+        settings.append(setting)
     return settings
 
 
@@ -128,6 +138,21 @@ def is_on(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in ("true", "1", "yes", "y", "t", "on")
     return value is True or value == 1
+
+
+def as_list(value: Any) -> list[Any]:
+    """A value that may stand alone instead of in a list."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
+def leading_number(value: Any) -> int | None:
+    """The whole number that a value begins with; None if there is none."""
+    match = re.match(r"\d{1,5}", str(value))
+    if match is None:
+        return None
+    return int(match[0])
 
 
 def words(value: Any) -> list[str]:

@@ -65,7 +65,9 @@ def read_mapping(path: str, recipe: Recipe) -> dict[str, Any] | None:
         value = yaml.safe_load(text.replace("\t", " "))
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return value
 
 
 def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
@@ -74,8 +76,8 @@ def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
         return _find_sharding(value)
     text = str(value)
     content = read_mapping(text, recipe)
-    sharding = None if content is None else _find_sharding(content)
-    return sharding or of_name(text)
+    # without a stage of ZeRO in it, the name alone tells
+    return _find_sharding(content or {}) or of_name(text)
 
 
 def _find_sharding(content: Mapping[str, Any]) -> ShardingName | None:
@@ -96,8 +98,10 @@ def of_name(text: str) -> ShardingName | None:
     """launch's name for a DeepSpeed or accelerate config whose name tells its stage."""
     name = text.lower().rpartition("/")[2]
     match = _STAGE.search(name) or _STAGE.search(text.lower())
+    if match is None and "fsdp" in name:
+        return ShardingName("zero3", _FULL)
     if match is None:
-        return ShardingName("zero3", _FULL) if "fsdp" in name else None
+        return None
     offloads = "offload" in name and not re.search(r"(?:no|without)[_-]?offload", name)
     return of_stage(match[1], offloads=offloads)
 
@@ -110,7 +114,9 @@ def of_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
         return ShardingName("none")
     if offloads and text == "3":
         return ShardingName("zero3_offload")
-    return ShardingName(f"zero{text}", _OFFLOAD_TWO if offloads else "")
+    if offloads:
+        return ShardingName(f"zero{text}", _OFFLOAD_TWO)
+    return ShardingName(f"zero{text}")
 
 
 def of_fsdp(strategy: Any) -> ShardingName | None:

@@ -81,9 +81,8 @@ _TRL_SIGNS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What a script would find where it is started: variables, its arguments, GPUs of a machine."""
+    """What a script would find where it is started: its arguments, and GPUs of a machine."""
 
-    environ: Mapping[str, str]
     arguments: tuple[str, ...] = ()
     gpus: int | None = None
 
@@ -143,30 +142,15 @@ def yaml_tool(values: Mapping[str, Any]) -> str | None:
         return None
     if keys & (_OPEN_INSTRUCT_SIGNS | {"dataset_mixer"}):
         return "open_instruct"
-    is_trl = keys & (_TRL_SIGNS | {"dataset_name", "datasets"}) and "stage" not in keys
-    return "trl" if is_trl else None
+    if "stage" not in keys and keys & (_TRL_SIGNS | {"dataset_name", "datasets"}):
+        return "trl"
+    return None
 
 
 def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[Recipe, ...]:
+    """The trainings that a shell script starts; last those that it starts under a condition."""
     directives = sbatch.read_directives(text, str(path))
-    job = sbatch.job_of(directives)
-    environ = circumstances.environ
-    variables = {name: environ[name] for name in ("HOME", "USER") if name in environ}
-    values = {setting.key: str(setting.value) for setting in directives}
-    if job.gpus is not None:
-        values["gpus"] = str(job.gpus)
-    if directives:
-        # the default of sbatch
-        values.setdefault("nodes", "1")
-    variables |= interpreter.cluster_variables(values)
-
-    scope = ShellScope(
-        variables={name: text_variable(value) for name, value in variables.items()},
-        parameters=tuple(Argument(argument, 0) for argument in circumstances.arguments),
-        folder=str(path.parent),
-        gpus=circumstances.gpus or job.gpus or 1,
-        nodes=job.nodes or 1,
-    )
+    scope = _build_scope(path, directives, circumstances)
 
     def find(name: str) -> str | None:
         other = _read_script_text(path, name)
@@ -180,25 +164,43 @@ def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[
         message = f"structures are nested deeper than {syntax.MAX_DEPTH} levels"
         raise InvalidConfig(document.bad(path, "too-deep", message)) from None
     invocations = list(filter(None, map(commands.read_invocation, script.commands)))
-    certain: list[Recipe] = []
-    conditional: list[Recipe] = []
-    for invocation in invocations:
+    recipes = []
+    for invocation in sorted(invocations, key=lambda invocation: bool(invocation.unless)):
         recipe = _build_recipe(path, invocation, script)
         if recipe is None:
             continue
         recipe.text = text
-        recipe.directives = [*directives, *sbatch.of_command_line(recipe.launchers)]
+        recipe.directives = [*directives, *sbatch.select_options(recipe.launchers)]
         recipe.launchers = [s for s in recipe.launchers if not sbatch.is_of_slurm(s)]
         job = sbatch.job_of(recipe.directives)
         recipe.nodes = job.nodes
         recipe.gpus = job.gpus
-        if invocation.unless:
-            conditional.append(recipe)
-        else:
-            certain.append(recipe)
-    if not certain and not conditional:
+        recipes.append(recipe)
+    if not recipes:
         raise InvalidConfig(_explain_no_training(path, invocations, script))
-    return (*certain, *conditional)
+    return tuple(recipes)
+
+
+def _build_scope(
+    path: Path, directives: list[SourceSetting], circumstances: Circumstances
+) -> ShellScope:
+    """What the shell knows when a script begins: variables, arguments, folder, GPUs."""
+    job = sbatch.job_of(directives)
+    values = {setting.key: str(setting.value) for setting in directives}
+    if job.gpus is not None:
+        values["gpus"] = str(job.gpus)
+    if directives:
+        # the default of sbatch
+        values.setdefault("nodes", "1")
+    variables = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
+    variables |= interpreter.cluster_variables(values)
+    return ShellScope(
+        variables={name: text_variable(value) for name, value in variables.items()},
+        parameters=tuple(Argument(argument, 0) for argument in circumstances.arguments),
+        folder=str(path.parent),
+        gpus=circumstances.gpus or job.gpus or 1,
+        nodes=job.nodes or 1,
+    )
 
 
 def _read_script_text(path: Path, name: str) -> str | None:
@@ -279,7 +281,9 @@ def _build_recipe(path: Path, invocation: Invocation, script: Script) -> Recipe 
     for config in configs:
         _add_config(config, recipe)
     recipe.settings += invocation.settings
-    return recipe if tool != "own" or _is_training(recipe) else None
+    if tool == "own" and not _is_training(recipe):
+        return None
+    return recipe
 
 
 def _list_exported(script: Script, file: str) -> list[SourceSetting]:
@@ -302,10 +306,10 @@ def _list_exported(script: Script, file: str) -> list[SourceSetting]:
 
 def _add_config(config: Argument, recipe: Recipe) -> None:
     """The keys of a config file that a command names."""
-    text = None if config.missing else sharding.read_text(config.text, recipe)
     place = sharding.find(config.text, recipe) or Path(config.text)
     content = None
-    if text is not None:
+    text = sharding.read_text(config.text, recipe)
+    if text is not None and not config.missing:
         with contextlib.suppress(InvalidConfig, yaml.YAMLError):
             content = document.parse(place, text)
     if content is None:
@@ -329,16 +333,16 @@ def _identify_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     name = module.rpartition(".")[2]
     if "open_instruct" in module and name in _OPEN_INSTRUCT:
         return "open_instruct", _OPEN_INSTRUCT[name]
+    if name in ("train_sft", "train_dpo") and "openrlhf" in module:
+        return "openrlhf", name.removeprefix("train_")
     if "openrlhf" in module:
-        return (
-            ("openrlhf", name.removeprefix("train_"))
-            if name in ("train_sft", "train_dpo")
-            else None
-        )
+        return None
     if module.endswith(("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer")):
         return "verl", "sft"
+    if "axolotl" in module and name in ("train", "finetune", "axolotl"):
+        return "axolotl", None
     if "axolotl" in module:
-        return ("axolotl", None) if name in ("train", "finetune", "axolotl") else None
+        return None
     has_its_keys = keys & {"finetuning_type", "template", "cutoff_len"}
     if has_its_keys and keys & {"stage", "do_train", "dataset"}:
         return "llama_factory", None
@@ -358,13 +362,20 @@ def _identify_command_line_tool(invocation: Invocation) -> tuple[str, str | None
     if tool == "torchtune":
         if "dpo" in subcommand:
             return tool, "dpo"
-        return None if _OTHER_STAGES.search(subcommand.lower()) else (tool, "sft")
+        if _OTHER_STAGES.search(subcommand.lower()):
+            return None
+        return tool, "sft"
     if tool not in ("trl", "swift"):
         return tool, None
     if tool == "swift" and subcommand == "rlhf":
-        kinds = [setting.value for setting in invocation.settings if setting.key == "rlhf_type"]
-        subcommand = kinds[0] if kinds else "dpo"
-    return (tool, subcommand) if subcommand in ("sft", "dpo") else None
+        subcommand = "dpo"
+        for setting in invocation.settings:
+            if setting.key == "rlhf_type":
+                subcommand = setting.value
+                break
+    if subcommand not in ("sft", "dpo"):
+        return None
+    return tool, subcommand
 
 
 _OTHER = "another"

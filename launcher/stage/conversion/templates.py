@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from launcher.artifacts import chat_template
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import is_off
+from launcher.stage.conversion.settings import SourceSetting, is_off
 
-_BY_NAME = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
+BY_NAME = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
+"""Why the name of a template is left out."""
 KEYS = ("chat_template", "chat_template_jinja", "custom_chat_template")
 
 
@@ -19,30 +20,27 @@ def settle(ledger: ConversionLedger) -> None:
         text = str(setting.value)
         if is_off(setting.value):
             ledger.leave(setting, "the tokenizer's template counts", matters=False)
-        elif not chat_template.is_template(text):
-            _settle_named(ledger, key)
-        elif "chat_template_path" in ledger.schema.fields:
-            ledger.carry(
-                setting, "chat_template_path", ledger.draft.add_file("chat_template.jinja", text)
-            )
+        elif chat_template.is_template(text):
+            _write_template(ledger, setting, text)
         else:
-            path = ledger.draft.add_file("chat_template.jinja", text)
-            ledger.point(setting, path)
-            ledger.check(
-                setting, f"{path} holds it: copy it to chat_template.jinja in the model's folder"
-            )
+            _settle_name(ledger, setting, text)
 
 
-def _settle_named(ledger: ConversionLedger, key: str) -> None:
-    setting = ledger.take(key)
-    if setting is None:
+def _write_template(ledger: ConversionLedger, setting: SourceSetting, text: str) -> None:
+    path = ledger.draft.add_file("chat_template.jinja", text)
+    if "chat_template_path" in ledger.schema.fields:
+        ledger.carry(setting, "chat_template_path", path)
         return
-    if str(setting.value) in ("tokenizer_default", "default"):
+    ledger.point(setting, path)
+    advice = f"{path} holds it: copy it to chat_template.jinja in the model's folder"
+    ledger.check(setting, advice)
+
+
+def _settle_name(ledger: ConversionLedger, setting: SourceSetting, name: str) -> None:
+    is_file = name.endswith((".jinja", ".jinja2", ".j2"))
+    if name in ("tokenizer_default", "default"):
         ledger.leave(setting, "the tokenizer's template counts", matters=False)
-    elif (
-        str(setting.value).endswith((".jinja", ".jinja2", ".j2"))
-        and "chat_template_path" in ledger.schema.fields
-    ):
-        ledger.carry(setting, "chat_template_path", str(setting.value))
+    elif is_file and "chat_template_path" in ledger.schema.fields:
+        ledger.carry(setting, "chat_template_path", name)
     else:
-        ledger.leave(setting, _BY_NAME)
+        ledger.leave(setting, BY_NAME)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from launcher.stage.shell import expansion
 from launcher.stage.shell.expansion import Argument, ShellScope
-from launcher.stage.shell.lexer import Word
+from launcher.stage.shell.lexer import Word, WordPart
 from launcher.stage.shell.syntax import Arithmetic, Joined, Node, Simple
 
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
@@ -90,11 +90,13 @@ def _evaluate_command(command: Simple, scope: ShellScope) -> bool | None:
 def _expand_term(word: Word, scope: ShellScope) -> Argument:
     """A word of a test. A variable that nothing sets is empty there: tests are made for that."""
     argument = expansion.expand_text(word, scope)
-    if len(word.parts) == 1 and word.parts[0].kind == "variable" and argument.missing:
-        name = word.parts[0].text
-        is_parameter = name.isdecimal()
-        if not is_parameter and name not in scope.variables and argument.text == f"${name}":
-            return Argument("", argument.line)
+    if not argument.missing:
+        return argument
+    match word.parts:
+        case [WordPart(kind="variable", text=name)]:
+            is_unset = not name.isdecimal() and name not in scope.variables
+            if is_unset and argument.text == f"${name}":
+                return Argument("", argument.line)
     return argument
 
 

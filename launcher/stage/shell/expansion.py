@@ -232,13 +232,15 @@ def _expand_parameter(text: str, scope: ShellScope, line: int) -> Variable | Non
     match = _EXPANSION.fullmatch(text)
     if match is None:
         return None
-    if match["name"] == "#" and not match["rest"]:
+    name = match["name"]
+    rest = match["rest"]
+    if name == "#" and not rest:
         return text_variable(str(len(scope.parameters)), line)
-    value = _find_variable(match["name"], match["index"], scope)
+    value = _find_variable(name, match["index"], scope)
     if match["length"] and value is not None:
-        length = len(value.items) if value.is_array else len(value.first.text)
-        return text_variable(str(length), line)
-    return _modify_value(value, match["rest"], scope, line)
+        measured = value.items if value.is_array else value.first.text
+        return text_variable(str(len(measured)), line)
+    return _modify_value(value, rest, scope, line)
 
 
 def _find_variable(name: str, index: str | None, scope: ShellScope) -> Variable | None:
@@ -251,12 +253,15 @@ def _find_variable(name: str, index: str | None, scope: ShellScope) -> Variable 
     value = scope.get(name)
     if value is None or not value.is_array or index in ("[@]", "[*]"):
         return value
-    number = calculate((index or "[0]")[1:-1], scope)
-    return None if number is None else _take_element(value.items, number)
+    if index is None:
+        return _take_element(value.items, 0)
+    return _take_element(value.items, calculate(index[1:-1], scope))
 
 
-def _take_element(items: tuple[Argument, ...], index: int) -> Variable | None:
-    return Variable((items[index],)) if -len(items) <= index < len(items) else None
+def _take_element(items: tuple[Argument, ...], index: int | None) -> Variable | None:
+    if index is None or not -len(items) <= index < len(items):
+        return None
+    return Variable((items[index],))
 
 
 def _modify_value(
@@ -266,22 +271,21 @@ def _modify_value(
     operation = _OPERATION.match(rest)
     if operation is None:
         return None if value is None else _cut_all(value, rest, scope, line)
-    alternative = rest[operation.end() :]
+    sign = operation[1]
+    if sign == "?":
+        return value
     is_set = value is not None
     if value is not None and rest.startswith(":"):
         is_set = bool(value.first.text)
-    if operation[1] == "?":
+    if sign == "+" and not is_set:
+        return Variable(())
+    if sign != "+" and is_set:
         return value
-    if operation[1] == "+":
-        return _expand_alternative(alternative, scope, line) if is_set else Variable(())
-    return value if is_set else _expand_alternative(alternative, scope, line)
+    alternative = rest[operation.end() :]
+    return Variable((_expand_operand(alternative, scope, line),))
 
 
 _OPERATION = re.compile(r":?([-=+?])")
-
-
-def _expand_alternative(text: str, scope: ShellScope, line: int) -> Variable:
-    return Variable((_expand_operand(text, scope, line),))
 
 
 def _expand_operand(text: str, scope: ShellScope, line: int) -> Argument:
@@ -303,16 +307,13 @@ def _cut_all(value: Variable, rest: str, scope: ShellScope, line: int) -> Variab
 def _cut(text: str, rest: str, scope: ShellScope, line: int) -> str | None:
     match = re.match("##?|%%?", rest)
     if match is not None:
+        sign = match[0]
         pattern = _expand_operand(rest[match.end() :], scope, line).text
-        return _strip_pattern(text, pattern, at_start=rest[0] == "#", longest=match.end() == 2)
+        return _strip_pattern(text, pattern, at_start="#" in sign, longest=len(sign) == 2)
+    if rest.startswith("//"):
+        return _replace_text(text, rest[2:], -1, scope, line)
     if rest.startswith("/"):
-        every = rest.startswith("//")
-        pattern, _, replacement = rest[2 if every else 1 :].partition("/")
-        old = _expand_operand(pattern, scope, line).text
-        if not old or any(sign in old for sign in "*?["):
-            return None
-        new = _expand_operand(replacement, scope, line).text
-        return text.replace(old, new, -1 if every else 1)
+        return _replace_text(text, rest[1:], 1, scope, line)
     if rest == ",,":
         return text.lower()
     if rest == "^^":
@@ -322,6 +323,16 @@ def _cut(text: str, rest: str, scope: ShellScope, line: int) -> str | None:
         return None
     text = text[int(match[1]) :]
     return text if match[2] is None else text[: int(match[2])]
+
+
+def _replace_text(text: str, rest: str, count: int, scope: ShellScope, line: int) -> str | None:
+    """`${NAME/OLD/NEW}` with `rest` as `OLD/NEW`; None for a pattern. A count of -1 is all."""
+    pattern, _, replacement = rest.partition("/")
+    old = _expand_operand(pattern, scope, line).text
+    if not old or any(sign in old for sign in "*?["):
+        return None
+    new = _expand_operand(replacement, scope, line).text
+    return text.replace(old, new, count)
 
 
 def _strip_pattern(text: str, pattern: str, *, at_start: bool, longest: bool) -> str:
@@ -386,17 +397,25 @@ def _evaluate(node: ast.expr) -> int:
 
 def _simulate_substitution(text: str, scope: ShellScope, line: int) -> Variable | None:
     """What `$(text)` would print, of the few commands that only rearrange their words."""
-    tokens = lexer.split(text.strip(), line).tokens
-    words = [token for token in tokens if isinstance(token, Word)]
-    for token in tokens:
-        if isinstance(token, HereDocument) and words and words[0].keyword == "cat":
-            return Variable((document_text(token, scope),))
+    words: list[Word] = []
+    documents: list[HereDocument] = []
+    is_single = True
+    for token in lexer.split(text.strip(), line).tokens:
+        match token:
+            case Word():
+                words.append(token)
+            case HereDocument():
+                documents.append(token)
+            case Operator(text=sign) if sign != "\n":
+                is_single = False
+    if documents and words and words[0].keyword == "cat":
+        return Variable((document_text(documents[0], scope),))
     if "BASH_SOURCE" in text or "$0" in text:
         return _find_script_folder(text, scope, line)
     number = _count_devices(text, scope, line)
     if number is not None:
         return text_variable(str(number), line)
-    if any(isinstance(token, Operator) and token.text != "\n" for token in tokens):
+    if not is_single:
         return None
     arguments = expand_all(words, scope)
     if not arguments or any(argument.missing for argument in arguments):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
 
@@ -119,7 +119,8 @@ class _Interpreter:
 
     def read(self, text: str, file: str, line: int = 1) -> None:
         tokens = lexer.split(text, line)
-        self.script.mended += [(file, number) for number in tokens.mended]
+        for number in tokens.mended:
+            self.script.mended.append((file, number))
         nodes = syntax.parse(tokens.tokens)
         before = self.file
         self.file = file
@@ -431,12 +432,8 @@ class _Interpreter:
     def _try_file(self, node: Simple, arguments: list[Argument]) -> bool:
         """Walk the script whose path a command names, if it names one that can be read."""
         texts = [argument.text for argument in arguments]
-        place = 0
-        if posixpath.basename(texts[0]) in _SHELLS or texts[0] in ("srun", "nohup", "exec"):
-            place = 1
-            while place < len(texts) and not _SCRIPT.fullmatch(texts[place]):
-                place += 1
-        if place == len(texts) or arguments[place].missing or not _SCRIPT.fullmatch(texts[place]):
+        place = _find_script(texts)
+        if place is None or arguments[place].missing:
             return False
         path = texts[place]
         document = self.script.files.get(path)
@@ -451,6 +448,16 @@ class _Interpreter:
         with self._enter_call(parameters, arguments[:place]):
             self.read(text, path)
         return True
+
+
+def _find_script(texts: Sequence[str]) -> int | None:
+    """Which word of a command is the path of a script: the first, or an argument of a shell."""
+    if posixpath.basename(texts[0]) not in _SHELLS and texts[0] not in ("srun", "nohup", "exec"):
+        return 0 if _SCRIPT.fullmatch(texts[0]) else None
+    for place, text in enumerate(texts):
+        if place and _SCRIPT.fullmatch(text):
+            return place
+    return None
 
 
 def _matches(subject: Argument, pattern: Argument) -> bool:

@@ -30,19 +30,27 @@ def pattern(
     name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
 ) -> Pattern:
     """A `Pattern` from readable text; its needle is by default the longest text in every match."""
+    if needle is None:
+        needle = _find_longest_literal(regex)
     return Pattern(
         name=name,
-        needle=(_find_longest_literal(regex) if needle is None else needle).encode(),
+        needle=needle.encode(),
         regex=re.compile(regex.encode()),
-        always=tuple(re.compile(pattern.encode()) for pattern in always),
+        always=tuple(re.compile(text.encode()) for text in always),
     )
 
 
 def _find_longest_literal(regex: str) -> str:
-    runs = [""]
+    longest = ""
+    run = ""
     for operation, value in _parser.parse(regex):
-        runs += [runs.pop() + chr(value)] if operation is _constants.LITERAL else [""]
-    return max(runs, key=len)
+        if operation is _constants.LITERAL:
+            run += chr(value)
+        else:
+            run = ""
+        if len(run) > len(longest):
+            longest = run
+    return longest
 
 
 SHELL_SIGNALS: Mapping[str, Signals] = {
@@ -69,11 +77,14 @@ Table = Mapping[str, tuple[str | tuple[str, str], ...]]
 
 
 def patterns(table: Table) -> tuple[Pattern, ...]:
-    return tuple(
-        pattern(name, *((regex,) if isinstance(regex, str) else regex[::-1]))
-        for name, regexes in table.items()
-        for regex in regexes
-    )
+    patterns = []
+    for name, regexes in table.items():
+        for regex in regexes:
+            needle = None
+            if not isinstance(regex, str):
+                needle, regex = regex
+            patterns.append(pattern(name, regex, needle))
+    return tuple(patterns)
 
 
 _TABLE: Table = {

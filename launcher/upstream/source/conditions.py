@@ -8,8 +8,9 @@ every conclusion drawn stays true.
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 PERHAPS = "..."
@@ -62,8 +63,10 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
             return frozenset().union(*sides)
     text = say(test)
     if text is None:
-        return frozenset({PERHAPS})
-    return frozenset({text if truth else negated(text)})
+        text = PERHAPS
+    elif not truth:
+        text = negated(text)
+    return frozenset({text})
 
 
 @cache
@@ -77,9 +80,9 @@ def negated(text: str) -> str:
             opposite = _OPPOSITE[type(comparison)]()
             node = ast.Compare(left, [opposite], comparators)
         case ast.BoolOp(op=op, values=parts):
-            texts = map(negated, map(ast.unparse, parts))
+            opposites = [parsed(negated(ast.unparse(part))) for part in parts]
             other = ast.Or() if isinstance(op, ast.And) else ast.And()
-            node = ast.BoolOp(other, [parsed(text) for text in texts])
+            node = ast.BoolOp(other, opposites)
         case _:
             node = ast.UnaryOp(ast.Not(), node)
     return ast.unparse(node)
@@ -171,10 +174,17 @@ def _evaluate(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any
             return value
         case ast.Compare(left=left, ops=ops, comparators=rest):
             sides = [_evaluate(part, values, unknown) for part in (left, *rest)]
-            if any(isinstance(side, float) and math.isnan(side) for side in sides):
-                # its comparisons and their opposites are both false
-                raise _Unknown
-            return all(
-                _COMPARE[type(op)](sides[index], sides[index + 1]) for index, op in enumerate(ops)
-            )
+            return _compare_all(ops, sides)
     raise _Unknown
+
+
+def _compare_all(ops: Sequence[ast.cmpop], sides: Sequence[Any]) -> bool:
+    """A chain such as `0 < a <= 1`, each operator between two neighbours of `sides`."""
+    for side in sides:
+        if isinstance(side, float) and math.isnan(side):
+            # its comparisons and their opposites are both false
+            raise _Unknown
+    for op, (left, right) in zip(ops, pairwise(sides), strict=True):
+        if not _COMPARE[type(op)](left, right):
+            return False
+    return True

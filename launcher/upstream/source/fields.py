@@ -122,7 +122,9 @@ class _ClassReader:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = ast.parse(node.value, mode="eval").body
         members = self._split_union(node)
-        return self._resolve_single(node if len(members) == 1 else self._pick_member(members))
+        if len(members) > 1:
+            node = self._pick_member(members)
+        return self._resolve_single(node)
 
     def _split_union(self, node: ast.expr) -> list[ast.expr]:
         """The members of a union, in order, however it is spelt."""
@@ -144,12 +146,15 @@ class _ClassReader:
 
     def _pick_member(self, members: list[ast.expr]) -> ast.expr:
         """The one member that the parser keeps (hf_argparser: the two "filter" branches)."""
+        first, second, *_ = members
         names = [ast.unparse(member) for member in members]
         if "None" not in names:
-            return members[0] if names[1] == "str" else members[1]
-        if "bool" in names:
-            return members[1] if names[0] == "None" else members[0]
-        return members[0] if names[1] == "None" else members[1]
+            takes_first = names[1] == "str"
+        elif "bool" in names:
+            takes_first = names[0] != "None"
+        else:
+            takes_first = names[1] == "None"
+        return first if takes_first else second
 
     def _resolve_single(self, node: ast.expr) -> _Resolved:
         if isinstance(node, ast.Subscript):
@@ -184,12 +189,13 @@ class _ClassReader:
         if key is None:
             if external is None or external not in self.externals:
                 return _Resolved("opaque", external=external)
-            return _Resolved("choice", choices=tuple(self.externals[external]), external=external)
+            choices = tuple(self.externals[external])
+            return _Resolved("choice", choices=choices, external=external)
         members = enum_members(self.sources, *key)
         if members is None:
             return _Resolved("opaque")
         package = self.module.name.partition(".")[0]
-        if external is not None and external.partition(".")[0] == package:
+        if external is not None and external.startswith(f"{package}."):
             # only a type of another package is named
             external = None
         return _Resolved("choice", choices=tuple(members.values()), external=external)

@@ -15,6 +15,7 @@ from typing import Any
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
 UNKNOWN: Any = object()
 """What `evaluate` returns for an expression that only running the module could tell."""
 _MAX_IMPORTS = 20
@@ -43,7 +44,9 @@ def find_package(name: str, search: Iterable[Path] | None = None) -> Path | None
     """The folder of a top-level package, without importing it; in `search` or in our own path."""
     if search is None:
         spec = importlib.util.find_spec(name)
-        return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+        if spec is None or spec.origin is None:
+            return None
+        return Path(spec.origin).parent
     for folder in search:
         if (folder / name / "__init__.py").is_file():
             return folder / name
@@ -64,8 +67,14 @@ class Module:
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
-    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
+    functions: dict[str, Definition] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
+
+    def definitions(self) -> Iterator[tuple[str, Definition]]:
+        """The functions and methods, by their qualified names."""
+        yield from self.functions.items()
+        for owner in self.classes.values():
+            yield from methods_of(owner)
 
     def bind(self, node: ast.stmt) -> None:
         """Enter the names that a statement binds; of several bindings the last counts."""
@@ -78,9 +87,10 @@ class Module:
                     self.imports[name] = (origin, alias.name)
             case ast.Import(names=aliases):
                 for alias in aliases:
-                    top = alias.name.partition(".")[0]
-                    self._forget(alias.asname or top)
-                    self.modules[alias.asname or top] = alias.name if alias.asname else top
+                    # `import a.b` binds `a`, `import a.b as c` the module below it
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self._forget(name)
+                    self.modules[name] = alias.name if alias.asname else name
             case ast.ClassDef(name=name):
                 self._forget(name)
                 self.classes[name] = node
@@ -109,6 +119,13 @@ class Module:
         if node.module:
             parts.append(node.module)
         return ".".join(parts)
+
+
+def methods_of(owner: ast.ClassDef) -> Iterator[tuple[str, Definition]]:
+    """The methods that a class itself defines, by their qualified names."""
+    for statement in owner.body:
+        if isinstance(statement, Definition):
+            yield f"{owner.name}.{statement.name}", statement
 
 
 @dataclass(slots=True)
@@ -159,11 +176,14 @@ class Sources:
                 origin = self.resolve(module, name)
             case ast.Attribute(value=value, attr=name):
                 owner = self.module_of(module, value)
-                origin = None if owner is None else self.resolve(owner, name)
+                if owner is not None:
+                    origin = self.resolve(owner, name)
         if origin is None:
             return None
         module, name = origin
-        return (module, module.classes[name]) if name in module.classes else None
+        if name not in module.classes:
+            return None
+        return module, module.classes[name]
 
     def named_module(self, module: Module, name: str) -> Module | None:
         """The module that a name of another module's stands for."""
@@ -210,8 +230,7 @@ class Sources:
         """The dotted name of something imported, as it is called there."""
         if name not in module.imports:
             return None
-        origin, original = module.imports[name]
-        return f"{origin}.{original}"
+        return ".".join(module.imports[name])
 
     def evaluate(self, module: Module, node: ast.expr | None) -> Any:
         """The value of a default: literals, constants, and the few calls upstream uses.
@@ -229,12 +248,8 @@ class Sources:
                 return value
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return [self._evaluate(module, item) for item in items]
-            case ast.Dict(keys=keys, values=values):
-                mapping = {}
-                for key, value in zip(keys, values, strict=True):
-                    if key is not None:
-                        mapping[self._evaluate(module, key)] = self._evaluate(module, value)
-                return mapping
+            case ast.Dict():
+                return self._evaluate_dict(module, node)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._evaluate(module, operand)
             case ast.Name(id="__file__"):
@@ -242,9 +257,7 @@ class Sources:
             case ast.Name(id=name):
                 return self._evaluate_name(module, name)
             case ast.Attribute(value=ast.Name() as owner, attr=name):
-                enum = self.resolve_class(module, owner)
-                members = None if enum is None else enum_members(self, *enum)
-                return (members or {})[name]
+                return self._evaluate_member(module, owner, name)
             case ast.Lambda(body=body):
                 return self._evaluate(module, body)
             case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper, step=None)):
@@ -252,8 +265,24 @@ class Sources:
                 end = None if upper is None else self._evaluate(module, upper)
                 return self._evaluate(module, value)[start:end]
             case ast.Call(func=function, args=[argument], keywords=[]):
-                return self._evaluate_call(ast.unparse(function), self._evaluate(module, argument))
+                value = self._evaluate(module, argument)
+                return self._evaluate_call(ast.unparse(function), value)
         raise _Unknowable
+
+    def _evaluate_dict(self, module: Module, node: ast.Dict) -> dict[Any, Any]:
+        mapping = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is not None:
+                mapping[self._evaluate(module, key)] = self._evaluate(module, value)
+        return mapping
+
+    def _evaluate_member(self, module: Module, owner: ast.Name, name: str) -> Any:
+        """The value of a member of an enum. Raises LookupError for any other attribute."""
+        key = self.resolve_class(module, owner)
+        members = None if key is None else enum_members(self, *key)
+        if members is None:
+            raise LookupError(name)
+        return members[name]
 
     def _evaluate_name(self, module: Module, name: str) -> Any:
         origin = self.resolve(module, name)
@@ -302,12 +331,13 @@ def _list_top_statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run on import, also under `if` and `try` (lazy packages import there)."""
     for node in body:
         yield node
-        if isinstance(node, ast.If):
-            yield from _list_top_statements([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            for handler in node.handlers:
-                yield from _list_top_statements(handler.body)
-            yield from _list_top_statements([*node.orelse, *node.finalbody, *node.body])
+        match node:
+            case ast.If(body=inner, orelse=other):
+                yield from _list_top_statements([*inner, *other])
+            case ast.Try(body=inner, handlers=handlers, orelse=other, finalbody=last):
+                for handler in handlers:
+                    yield from _list_top_statements(handler.body)
+                yield from _list_top_statements([*other, *last, *inner])
 
 
 class _Unknowable(Exception):

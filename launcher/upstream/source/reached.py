@@ -5,16 +5,14 @@ Python would resolve it; a method by the name of an attribute, in classes named 
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import reads
 from launcher.upstream.source.functions import normalised
-from launcher.upstream.source.packages import Module, Sources
-from launcher.upstream.source.values import FUNCTIONS, ClassKey
-
-_Node = ast.FunctionDef | ast.AsyncFunctionDef
+from launcher.upstream.source.packages import Definition, Module, Sources, methods_of
+from launcher.upstream.source.values import ClassKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class _Search:
 
     def add_around(self, module: Module, line: int) -> None:
         """The function of a line that the walk went through; one inside another counts as that."""
-        for name, node in _list_definitions(module):
+        for name, node in module.definitions():
             if node.lineno <= line <= (node.end_lineno or 0):
                 self._add(module, name, node)
 
@@ -89,7 +87,7 @@ class _Search:
                 self.add_class(*key)
         for statement in node.body:
             # standard values of its fields, and decorators
-            if not isinstance(statement, FUNCTIONS):
+            if not isinstance(statement, Definition):
                 self.waiting.append((module, statement))
 
     def _follow_names(self, module: Module, node: ast.AST) -> None:
@@ -121,7 +119,7 @@ class _Search:
             # such as a table of functions, or of chat templates
             self._add(owner, name, owner.constants[name])
 
-    def _add(self, module: Module, name: str, node: _Node | ast.expr) -> None:
+    def _add(self, module: Module, name: str, node: Definition | ast.expr) -> None:
         symbol = f"{module.label}::{name}"
         if symbol in self.reached:
             return
@@ -134,19 +132,6 @@ class _Search:
     def _add_methods(self, module: Module, owner: ast.ClassDef) -> None:
         # a base that is not here calls what it likes, as Python does what has underscores around it
         outside = any(self.sources.resolve_class(module, base) is None for base in owner.bases)
-        for name, node in _list_methods(owner):
+        for name, node in methods_of(owner):
             if outside or node.name in self.attributes or node.name.startswith("__"):
                 self._add(module, name, node)
-
-
-def _list_definitions(module: Module) -> Iterator[tuple[str, _Node]]:
-    """The functions and methods of a module, by their qualified names."""
-    yield from module.functions.items()
-    for owner in module.classes.values():
-        yield from _list_methods(owner)
-
-
-def _list_methods(owner: ast.ClassDef) -> Iterator[tuple[str, _Node]]:
-    for statement in owner.body:
-        if isinstance(statement, FUNCTIONS):
-            yield f"{owner.name}.{statement.name}", statement

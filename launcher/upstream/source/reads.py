@@ -19,7 +19,8 @@ from launcher.upstream.schema import Field, Path, Read, Refusal
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, mark
-from launcher.upstream.source.statements import UNSURE, Guards, Passed, Walk
+from launcher.upstream.source.record import UNSURE, Guards, Passed, WalkRecord
+from launcher.upstream.source.statements import Walk
 from launcher.upstream.source.values import ClassKey
 
 _PARSERS = {"ArgumentParserPlus", "HfArgumentParser", "TrlParser"}
@@ -51,8 +52,12 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
         if isinstance(value, ast.Name):
             value = assigned.get(value.id, value)
         items = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
-        keys = [sources.resolve_class(inside, item) for item in items]
-        classes = [(key[0].name, key[1].name) for key in keys if key is not None]
+        classes = []
+        for item in items:
+            key = sources.resolve_class(inside, item)
+            if key is not None:
+                owner, node = key
+                classes.append((owner.name, node.name))
         if len(classes) == len(items):
             return classes
     raise LookupError(f"{script} hands its parser no dataclasses")
@@ -102,12 +107,11 @@ def find(
     only write down what they read, such as the hash of a cache key. Raises LookupError without the
     script or one of the classes.
     """
-    walk = walked(sources, script, classes, fields, recorders)
-    return Path(
-        reads={name: _list_reads(walk, name) for name in sorted(walk.fields)},
-        refusals=_list_refusals(walk),
-        shadows=walk.shadows,
-    )
+    record = walked(sources, script, classes, fields, recorders).record
+    reads = {}
+    for name in sorted(record.fields):
+        reads[name] = _list_reads(record, name)
+    return Path(reads=reads, refusals=_list_refusals(record), shadows=record.shadows)
 
 
 def walked(
@@ -121,8 +125,8 @@ def walked(
     walk = Walk(
         sources,
         [_find_class(sources, *names) for names in classes],
+        record=WalkRecord(frozenset(fields)),
         script=_find_script(sources, script),
-        fields=frozenset(fields),
         recorders=frozenset(recorders),
     )
     # a chain of calls upstream is several times as long a chain here
@@ -147,37 +151,43 @@ def _find_class(sources: Sources, module_name: str, name: str) -> ClassKey:
     return module, module.classes[name]
 
 
-def _list_reads(walk: Walk, name: str) -> tuple[Read, ...]:
+def _list_reads(record: WalkRecord, name: str) -> tuple[Read, ...]:
     reads: list[Read] = []
-    for where, alternatives in walk.reads.get(name, {}).items():
-        ways = {_keep_file_conditions(walk, guards) for guards in alternatives}
+    for where, alternatives in record.reads.get(name, {}).items():
+        ways = {_keep_file_conditions(record, guards) for guards in alternatives}
         for when in ways:
             is_weakest = not any(other < when for other in ways)
             if is_weakest and not conditions.impossible(when):
                 reads.append(Read(where, tuple(sorted(when))))
-    return tuple(sorted(reads, key=_order_by_place))
+    reads.sort(key=_order_by_place)
+    return tuple(reads)
 
 
-def _keep_file_conditions(walk: Walk, guards: Guards) -> frozenset[str]:
+def _keep_file_conditions(record: WalkRecord, guards: Guards) -> frozenset[str]:
     """The conditions that a stage file decides: not those on what the script itself changes."""
-    kept = [c for c in guards - UNSURE if not isinstance(c, Passed)]
-    return conditions.simplified(filter(walk.stands, kept))
+    kept = _without_passed(guards - UNSURE)
+    return conditions.simplified(filter(record.stands, kept))
 
 
-def _list_refusals(walk: Walk) -> tuple[Refusal, ...]:
+def _without_passed(guards: Guards) -> Guards:
+    return frozenset(text for text in guards if not isinstance(text, Passed))
+
+
+def _list_refusals(record: WalkRecord) -> tuple[Refusal, ...]:
     """The `raise` statements that arguments alone lead to, with all that it takes to get there."""
     refusals: list[Refusal] = []
-    for where, alternatives in walk.refusals.items():
-        parsing = where in walk.parsing
-        for guards, name in alternatives:
+    for where, alternatives in record.refusals.items():
+        parsing = where in record.parsing
+        for guards, error in alternatives:
             if not guards or conditions.impossible(guards):
                 continue
             # what earlier refusals on the way exclude need not be repeated
-            new = frozenset(text for text in guards if not isinstance(text, Passed))
+            new = _without_passed(guards)
             shortest = conditions.simplified(new or guards)
             when = tuple(sorted(map(str, shortest)))
-            refusals.append(Refusal(where, when, error=name, parsing=parsing))
-    return tuple(sorted(refusals, key=_order_by_place))
+            refusals.append(Refusal(where, when, error=error, parsing=parsing))
+    refusals.sort(key=_order_by_place)
+    return tuple(refusals)
 
 
 def _order_by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:

@@ -2,18 +2,18 @@
 
 import ast
 from collections.abc import Sequence
+from typing import Any
 
 from launcher.upstream.source.packages import Module, Sources
-from launcher.upstream.source.values import parameters_of
+from launcher.upstream.source.syntax import parameters_of
 
 
 def keys_of(sources: Sources, where: str, name: str) -> set[str]:
     """The texts under which a mapping of a module has something; none without the module."""
     module = sources.module(where)
-    table = None if module is None else module.constants.get(name)
-    if module is None or not isinstance(table, ast.Dict):
+    if module is None:
         return set()
-    keys = [sources.evaluate(module, key) for key in table.keys]
+    keys = _read_keys(sources, module, name)
     return {key for key in keys if isinstance(key, str)}
 
 
@@ -33,7 +33,7 @@ def parameters_by_key(
         table = module.constants.get(name)
         if not isinstance(table, ast.Dict) or name in changed:
             continue
-        keys = [sources.evaluate(module, key) for key in table.keys]
+        keys = _read_keys(sources, module, name)
         if all(isinstance(key, str) for key in keys):
             functions = [_list_parameters(sources, module, value) for value in table.values]
             tables[name] = dict(zip(keys, functions, strict=True))
@@ -46,14 +46,23 @@ def sized_configs(sources: Sources, where: str, name: str) -> set[str]:
     None of a library that is not among the sources.
     """
     module = sources.module(where)
-    owner = None if module is None else module.classes.get(name)
+    if module is None or name not in module.classes:
+        return set()
     configs = set()
-    for node in [] if owner is None else owner.body:
+    for node in module.classes[name].body:
         if isinstance(node, ast.FunctionDef):
             names = [parameter.arg for parameter in parameters_of(node.args)]
             if names == ["cls", "vocab_size"]:
                 configs.add(node.name)
     return configs
+
+
+def _read_keys(sources: Sources, module: Module, name: str) -> list[Any]:
+    """The keys of a mapping; none if the module has no mapping of that name."""
+    table = module.constants.get(name)
+    if not isinstance(table, ast.Dict):
+        return []
+    return [sources.evaluate(module, key) for key in table.keys]
 
 
 def _find_changed_names(module: Module) -> set[str]:
@@ -71,13 +80,18 @@ def _find_changed_names(module: Module) -> set[str]:
 
 def _list_parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
     """The parameters of a function that stands alone or first in a tuple; `**` for any others."""
-    if isinstance(node, ast.Tuple) and node.elts:
-        node = node.elts[0]
-    origin = sources.resolve(module, node.id) if isinstance(node, ast.Name) else None
-    function = None if origin is None else origin[0].functions.get(origin[1])
-    if function is None:
+    match node:
+        case ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), *_]):
+            origin = sources.resolve(module, name)
+        case _:
+            return []
+    if origin is None:
         return []
-    names = [parameter.arg for parameter in parameters_of(function.args)]
-    if function.args.kwarg is not None:
+    owner, name = origin
+    if name not in owner.functions:
+        return []
+    signature = owner.functions[name].args
+    names = [parameter.arg for parameter in parameters_of(signature)]
+    if signature.kwarg is not None:
         names.append("**")
     return names

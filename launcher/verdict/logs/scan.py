@@ -155,7 +155,9 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
         # a piece at a time: all of them together would hold the whole file
         for piece in survey(pieces, patterns):
             next_line = line + piece.feeds
-            hits = late + [(line + hit.line, hit) for hit in piece.hits]
+            hits = late
+            for hit in piece.hits:
+                hits.append((line + hit.line, hit))
             hits.sort(key=lambda placed: placed[0])
             late = []
             for number, hit in hits:
@@ -170,8 +172,9 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
             reading.add(hit, number)
         for bar in bars:
             reading.add_bar(bar)
-        lines = line if pieces.cut_off else line - 1
-        return reading.finish(lines)
+        if not pieces.cut_off:
+            line -= 1
+        return reading.finish(line)
 
 
 def number(text: str | bytes | None) -> float | None:
@@ -221,6 +224,7 @@ class _Scan:
             self.bars[bar.total] = bar
 
     def add(self, hit: Hit, line: int) -> None:
+        """Add what a line of the log says; lines come in order."""
         if hit.fields is not None:
             self._keep_signal("exception", hit, hit.fields, line)
             return
@@ -283,9 +287,8 @@ class _Scan:
         if block in self.blocks or ("first" in groups and self.blocks):
             # a second dump is of a second run in one file; of what stood before it, only what came
             # after the last work stays: DPO prints its attention line before the dump
-            late = [
-                signal for signal in self._list_kept("attention") if signal.line > self.busy_line
-            ]
+            attention = self._list_kept("attention")
+            late = [signal for signal in attention if signal.line > self.busy_line]
             self._forget_arguments()
             self._restart(line)
             self.kept = {"attention": late}
@@ -330,15 +333,18 @@ class _Scan:
 
     def _forget_ended_run(self) -> None:
         """Forget a run if another one began behind its end and came to no step."""
-        ended = self.busy_line if self.over else 0
+        ended = 0
+        if self.over:
+            ended = self.busy_line
         for signal in self._list_kept(*_ENDS):
             ended = max(ended, signal.line)
         last = max((step.line for step in self.steps + self.dicts), default=0)
         if last >= ended:
             return
-        begun = [
-            signal.line for signal in self._list_kept("begun", "refused") if signal.line > ended
-        ]
+        begun = []
+        for signal in self._list_kept("begun", "refused"):
+            if signal.line > ended:
+                begun.append(signal.line)
         if begun:
             self._forget_arguments()
             self._restart(min(begun))
@@ -360,20 +366,22 @@ class _Scan:
         aux_loss = number(match["aux"])
         if aux_loss is not None:
             extra["aux_loss"] = aux_loss
-        self.steps.append(
-            StepLine(
-                path=self.path,
-                line=line,
-                text=clean(segment),
-                step=step,
-                loss=loss,
-                learning_rate=number(match["lr"]),
-                tokens_per_second=number(match["tps"]),
-                extra=extra,
-            )
+        logged = StepLine(
+            path=self.path,
+            line=line,
+            text=clean(segment),
+            step=step,
+            loss=loss,
+            learning_rate=number(match["lr"]),
+            tokens_per_second=number(match["tps"]),
+            extra=extra,
         )
-        self._note_work(line)
-        self._thin_out(self.steps)
+        self._keep_step(logged, self.steps)
+
+    def _keep_step(self, step: StepLine, steps: list[StepLine]) -> None:
+        steps.append(step)
+        self._note_work(step.line)
+        self._thin_out(steps)
 
     def _add_block(self, loss_text: bytes, hit: Hit, line: int) -> None:
         """Add the loss of a block of OLMo-core's, whose other metrics stand above it."""
@@ -393,20 +401,18 @@ class _Scan:
         extra = {}
         if olmo_core.GRADIENT_NORM in metrics:
             extra["grad_norm"] = metrics[olmo_core.GRADIENT_NORM]
-        self.steps.append(
-            StepLine(
-                path=self.path,
-                line=line,
-                text=clean(marker[0] + b" " + hit.segment.strip()),
-                step=step,
-                loss=loss,
-                learning_rate=metrics.get(olmo_core.LEARNING_RATE),
-                tokens_per_second=metrics.get(olmo_core.TOKENS_PER_SECOND),
-                extra=extra,
-            )
+        segment = marker[0] + b" " + hit.segment.strip()
+        logged = StepLine(
+            path=self.path,
+            line=line,
+            text=clean(segment),
+            step=step,
+            loss=loss,
+            learning_rate=metrics.get(olmo_core.LEARNING_RATE),
+            tokens_per_second=metrics.get(olmo_core.TOKENS_PER_SECOND),
+            extra=extra,
         )
-        self._note_work(line)
-        self._thin_out(self.steps)
+        self._keep_step(logged, self.steps)
 
     def _add_dict(self, pairs: bytes, hit: Hit, line: int) -> None:
         """Add a dict of HF Trainer; `_number_dicts` finds later which step it belongs to."""
@@ -427,7 +433,9 @@ class _Scan:
             self.rated = _infer_product(runtime, steps_per_second)
             self._note_work(line)
             return
-        epoch_before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
+        epoch_before = 0.0
+        if self.dicts:
+            epoch_before = self.dicts[-1].extra.get("epoch", 0.0)
         if self.over or values.get("epoch", 0) < epoch_before:
             self._restart(self.busy_line + 1)
         self.entries += 1 + hit.skipped
@@ -435,19 +443,16 @@ class _Scan:
             self.shown[line] = hit.bar
         loss = values.pop("loss")
         learning_rate = values.pop("learning_rate", None)
-        self.dicts.append(
-            StepLine(
-                path=self.path,
-                line=line,
-                text=clean(hit.segment),
-                step=self.entries,
-                loss=loss,
-                learning_rate=learning_rate,
-                extra=values,
-            )
+        logged = StepLine(
+            path=self.path,
+            line=line,
+            text=clean(hit.segment),
+            step=self.entries,
+            loss=loss,
+            learning_rate=learning_rate,
+            extra=values,
         )
-        self._note_work(line)
-        self._thin_out(self.dicts)
+        self._keep_step(logged, self.dicts)
 
     def _thin_out(self, steps: list[StepLine]) -> None:
         """Let half of a long run go, so that memory is bounded; not the steps that are bad."""
@@ -464,6 +469,7 @@ class _Scan:
         self.shown = {line: bar for line, bar in self.shown.items() if line in lines}
 
     def finish(self, lines: int) -> Log:
+        """The whole log: now the total is known, and the steps of HF Trainer's dicts."""
         self._forget_ended_run()
         bars = [self.shown.get(step.line, ShownBar(0, 0)) for step in self.dicts]
         total = self.announced or self._find_total_beside_dict(bars) or self._find_total_alone()
@@ -502,8 +508,11 @@ class _Scan:
         if counts[last] > 1 or len(counts) == 1:
             return last
         dict_before = self.dicts[-2].line
-        has_restarted = any(signal.line > dict_before for signal in self._list_kept(*_STARTS))
-        return last if has_restarted else counts.most_common(1)[0][0]
+        for signal in self._list_kept(*_STARTS):
+            if signal.line > dict_before:
+                # another training began in between
+                return last
+        return counts.most_common(1)[0][0]
 
     def _find_total_alone(self) -> int | None:
         """The steps if no dict stands beside a bar. A bar alone may be of anything."""
@@ -512,19 +521,20 @@ class _Scan:
             announced = int(planned[-1].fields["total"].replace(",", ""))
             if announced:
                 return announced
-        bars = self.bars if self._is_training() else {}
+        if not self._is_training():
+            return self.rated
         begun = []
         for signal in self._list_kept("bar_begun"):
             total = int(signal.fields["total"])
-            if total in bars:
+            if total in self.bars:
                 begun.append(total)
         # bars of the data are over before training begins, bars of its evaluations begin after it
         for total in begun:
-            if bars[total].done < total:
+            if self.bars[total].done < total:
                 return total
         if begun:
             return max(begun)
-        return next(iter(bars), self.rated)
+        return next(iter(self.bars), self.rated)
 
     def _is_training(self) -> bool:
         if self.dicts or self.over or self.blocks:
@@ -545,8 +555,9 @@ class _Scan:
             numbers = self._number_by_epochs(total, self.final_epoch)
             if numbers is not None:
                 return numbers
-        bar = self.bars.get(total or 0)
-        last = 0 if bar is None else bar.done
+        last = 0
+        if total is not None and total in self.bars:
+            last = self.bars[total].done
         self.numbered = not self.dicts or last > 0
         interval = max(1, round(last / max(1, self.entries)))
         return [step.step * interval for step in self.dicts]
@@ -563,15 +574,22 @@ class _Scan:
         margin = total / final_epoch * _EPOCH_ERROR + 1
         if _are_close(by_count, by_epoch, margin):
             return by_count
-        return by_epoch if _is_rising([0, *by_epoch]) else None
+        if _is_rising([0, *by_epoch]):
+            return by_epoch
+        return None
 
 
 def _parse_shortened(raw: bytes) -> float | None:
     """A number as OLMo-core writes it: `4,357`, `2.00E-05`, `4.414B`."""
     word = text(raw).replace(",", "")
-    factor = olmo_core.SUFFIXES.get(word[-1:], 1.0)
-    value = number(word if factor == 1.0 else word[:-1])
-    return None if value is None else value * factor
+    factor = 1.0
+    if word[-1:] in olmo_core.SUFFIXES:
+        factor = olmo_core.SUFFIXES[word[-1]]
+        word = word[:-1]
+    value = number(word)
+    if value is None:
+        return None
+    return value * factor
 
 
 def _read_groups(match: re.Match[bytes], most: int) -> dict[str, str]:
@@ -598,7 +616,9 @@ def _infer_product(*factors: str) -> int | None:
             return None
         low *= value - error
         high *= value + error
-    return math.floor(high) if math.floor(high) == math.ceil(low) else None
+    if math.floor(high) != math.ceil(low):
+        return None
+    return math.floor(high)
 
 
 def _are_close(left: Sequence[int], right: Sequence[int], margin: float) -> bool:

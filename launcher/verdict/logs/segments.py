@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from launcher.lazy_dataclass import dataclass
 
@@ -84,7 +84,9 @@ class Pieces:
             return min(position, self.size)
         view = self._read(position - 1, position + SEGMENT_BYTES)
         match = _BREAK.search(view)
-        return position if match is None else position - 1 + match.end()
+        if match is None:
+            return position
+        return position - 1 + match.end()
 
     def _read(self, start: int, stop: int) -> bytes:
         return os.pread(self.file, min(stop, self.size) - start, start)
@@ -100,12 +102,18 @@ def open_pieces(path: Path) -> Iterator[Pieces]:
     """The pieces of a file; a pipe has no beginning to go back to and is copied. Raises OSError."""
     with path.open("rb") as file:
         if path.is_file():
-            yield Pieces(file.fileno(), os.fstat(file.fileno()).st_size)
+            yield _measure(file)
             return
         with tempfile.TemporaryFile() as copy:
             shutil.copyfileobj(file, copy)
             copy.flush()
-            yield Pieces(copy.fileno(), os.fstat(copy.fileno()).st_size)
+            yield _measure(copy)
+
+
+def _measure(file: IO[bytes]) -> Pieces:
+    """The pieces of an open file, as long as it is now."""
+    descriptor = file.fileno()
+    return Pieces(descriptor, os.fstat(descriptor).st_size)
 
 
 def find_segment(block: bytes, position: int) -> tuple[int, int]:
@@ -130,7 +138,9 @@ def _find_next_break(block: bytes, position: int, limit: int) -> int:
     if feed < 0:
         feed = limit
     carriage = block.find(b"\r", position, feed)
-    return feed if carriage < 0 else carriage
+    if carriage < 0:
+        return feed
+    return carriage
 
 
 def text(raw: bytes) -> str:

@@ -151,17 +151,22 @@ class LogSurvey:
         if name == "arguments":
             self._read_dump(place, line)
             return
-        self.hits.append(
-            Hit(
-                place.pattern,
-                line,
-                self.block[place.start : place.end],
-                is_complete=place.end < len(self.block),
-                skipped=place.skipped,
-                bar=self._find_bar_beside(place) if name == NUMBERED else None,
-                heading=self._find_heading(place) if name == IN_BLOCK else b"",
-            )
+        bar = None
+        if name == NUMBERED:
+            bar = self._find_bar_beside(place)
+        heading = b""
+        if name == IN_BLOCK:
+            heading = self._find_heading(place)
+        hit = Hit(
+            place.pattern,
+            line,
+            self.block[place.start : place.end],
+            is_complete=place.end < len(self.block),
+            skipped=place.skipped,
+            bar=bar,
+            heading=heading,
         )
+        self.hits.append(hit)
 
     def _follow_traceback(self, position: int, line: int) -> int:
         end, exceptions = Tracebacks().follow(self.block, position, self.stop, line)
@@ -332,7 +337,9 @@ class LogSurvey:
             if same_total is not None and same_total.match(block, position):
                 continue
             start, end = find_segment(block, position)
-            bar = BAR.match(block[start:end]) if start >= 0 else None
+            if start < 0:
+                continue
+            bar = BAR.match(block[start:end])
             if bar is None:
                 continue
             total = int(bar["total"])

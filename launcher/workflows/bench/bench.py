@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,16 +79,17 @@ class Bench:
     @property
     def rows(self) -> list[VariantSummary]:
         """One per variant, in the order of `variants`, without those that have no sample."""
-        by_repeat = sorted(self.samples, key=lambda sample: sample.repeat)
-        samples: list[Sample] = []
-        for variant in self.variants:
-            samples += [sample for sample in by_repeat if sample.variant == variant.name]
+        order = [variant.name for variant in self.variants]
+        samples = [sample for sample in self.samples if sample.variant in order]
+        samples.sort(key=lambda sample: (order.index(sample.variant), sample.repeat))
         rows = comparison.compare(samples)
-        if self.proposed is not None:
-            for number, row in enumerate(rows):
-                recommended = row.standing == "faster" and row.variant == self.proposed
-                rows[number] = replace(row, recommended=recommended)
-        return rows
+        if self.proposed is None:
+            return rows
+        marked = []
+        for row in rows:
+            recommended = row.standing == "faster" and row.variant == self.proposed
+            marked.append(replace(row, recommended=recommended))
+        return marked
 
     @property
     def weights(self) -> str:
@@ -103,11 +103,12 @@ class Bench:
         done = {(sample.repeat, sample.variant) for sample in self.samples}
         failed = {sample.variant for sample in self.samples if not sample.measured}
         due = []
+        turns = list(self.variants)
         for repeat in range(self.repeats):
-            turns = self.variants[::-1] if repeat % 2 else self.variants
             for variant in turns:
                 if (repeat, variant.name) not in done and variant.name not in failed:
                     due.append((repeat, variant))
+            turns.reverse()
         return due
 
     def as_json(self) -> dict[str, Any]:
@@ -174,8 +175,32 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     too if no variant can start on this machine, whatever its GPUs do now.
     """
     request = bench.request
-    planner = _VariantPlanner(collect.open(request), scope)
-    variants: list[_PlannedVariant] = []
+    variants = _plan_variants(bench, scope)
+    batch = max(variant.plan.global_batch for variant in variants)
+    _check_trials(bench, variants, batch)
+    identities = []
+    warnings = []
+    for planned in variants:
+        name = planned.variant.name
+        identities.append([name, identity(planned.plan, planned.facts.trainer)])
+        for finding in planned.prepared.findings:
+            if finding.severity != "note":
+                warnings.append((name, finding))
+    first = variants[0].plan
+    return replace(
+        bench,
+        request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
+        variants=tuple(planned.variant for planned in variants),
+        resolved={planned.variant.name: planned.facts for planned in variants},
+        batch=batch,
+        key=experiment.key_of([BENCH_VERSION, bench.steps, identities]),
+        findings=tuple(_name_variants(warnings, len(variants))),
+    )
+
+
+def _plan_variants(bench: Bench, scope: Scope) -> list[_PlannedVariant]:
+    planner = _VariantPlanner(collect.open(bench.request), scope)
+    variants = []
     wrong: dict[str, LaunchError] = {}
     for variant in bench.variants:
         try:
@@ -184,8 +209,13 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
             wrong[variant.name] = error
     if wrong:
         raise InvalidConfig(_collect_stops(wrong, len(bench.variants)))
-    batch = max(variant.plan.global_batch for variant in variants)
-    root = request.runs or rundir.runs_root()
+    return variants
+
+
+def _check_trials(bench: Bench, variants: Sequence[_PlannedVariant], batch: int) -> None:
+    """Plan a trial of each variant. Raises what `plan` raises."""
+    root = bench.request.runs or rundir.runs_root()
+    wrong: dict[str, LaunchError] = {}
     lacking: dict[str, LaunchError] = {}
     for planned in variants:
         try:
@@ -200,22 +230,6 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
         raise InvalidConfig(_collect_stops(wrong, len(variants)))
     if len(lacking) == len(variants):
         raise NotReady(_collect_stops(lacking, len(variants)))
-    identities = []
-    warnings = []
-    for planned in variants:
-        name = planned.variant.name
-        identities.append([name, identity(planned.plan, planned.facts.trainer)])
-        warnings += [(name, f) for f in planned.prepared.findings if f.severity != "note"]
-    first = variants[0].plan
-    return replace(
-        bench,
-        request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
-        variants=tuple(planned.variant for planned in variants),
-        resolved={planned.variant.name: planned.facts for planned in variants},
-        batch=batch,
-        key=experiment.key_of([BENCH_VERSION, bench.steps, identities]),
-        findings=tuple(_name_variants(warnings, len(variants))),
-    )
 
 
 def _collect_stops(stops: Mapping[str, LaunchError], count: int) -> list[Finding]:
@@ -229,14 +243,16 @@ def _collect_stops(stops: Mapping[str, LaunchError], count: int) -> list[Finding
 
 def _name_variants(findings: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
     """Each finding once, with the names of those of the `count` variants that it is about."""
-    names: dict[Finding, list[str]] = {}
+    names_of: dict[Finding, list[str]] = {}
     for name, finding in findings:
-        names.setdefault(finding, []).append(name)
+        names_of.setdefault(finding, []).append(name)
     if count == 1:
-        return list(names)
+        return list(names_of)
     named = []
-    for finding, concerned in names.items():
-        about = "every variant" if len(concerned) == count else ", ".join(concerned)
+    for finding, names in names_of.items():
+        about = ", ".join(names)
+        if len(names) == count:
+            about = "every variant"
         named.append(replace(finding, message=f"[{about}] {finding.message}"))
     return named
 
@@ -305,15 +321,16 @@ def _adapt_expectations(facts: Facts, changed: set[str]) -> Iterator[str]:
     }
     for point, turned_by in keys.items():
         expected = stage.options.expect.get(point)
-        if expected in (None, "any") or not changed.intersection(turned_by):
-            continue
-        if changed.intersection(("expect", f"expect.{point}")):
+        is_turned = bool(changed.intersection(turned_by))
+        is_set = bool(changed.intersection(("expect", f"expect.{point}")))
+        if expected in (None, "any") or not is_turned or is_set:
             continue
         if point == "attention":
             yield f"expect.attention={_find_attention_state(facts)}"
             continue
         is_on = entry.liger(values) if point == "liger" else entry.packs(values, rows)
-        if is_on == (expected == "off"):
+        was_on = expected != "off"
+        if is_on != was_on:
             on, off = SWITCHED[point]
             yield f"expect.{point}={on if is_on else off}"
 
@@ -359,13 +376,19 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
     name = bench.request.config.stem
     series = experiment.Campaign(kind="bench", key=bench.key, name=name, root=root)
     with series.opened(fresh=fresh) as bench.folder:
-        # what could not start is tried again, and what timed out if there is more time now
-        limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
         for sample in _read_samples(bench.folder):
-            limit = limits.get(sample.cause, 0.0)
-            if sample.seconds >= limit:
+            if _still_counts(sample, bench.timeout_s):
                 bench.samples.append(sample)
         yield bench
+
+
+def _still_counts(sample: Sample, timeout_s: float | None) -> bool:
+    """Whether a trial of an earlier start is kept; one that timed out may now have more time."""
+    if sample.cause == "refused":
+        return False
+    if sample.cause == "timeout":
+        return timeout_s is not None and sample.seconds >= timeout_s
+    return True
 
 
 def _read_samples(folder: Path) -> list[Sample]:
@@ -411,11 +434,12 @@ def run(bench: Bench, *, show: Callable[[str], None]) -> Exit:
 def _describe_outcome(sample: Sample) -> str:
     if not sample.measured:
         return f"{sample.cause}: {sample.reason}"
-    speed = sample.speed
+    speed = "no speed"
+    if sample.speed is not None:
+        speed = f"{sample.speed:,.0f} tokens/s per GPU"
     loss = sample.metrics.get(LOSS)
-    text = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
-    text += ", loss unknown" if loss is None else f", loss {loss:.4f}"
-    return f"{text}, {sample.seconds:.0f} s"
+    level = "unknown" if loss is None else f"{loss:.4f}"
+    return f"{speed}, loss {level}, {sample.seconds:.0f} s"
 
 
 def interrupted(bench: Bench) -> str:
@@ -429,10 +453,10 @@ def write_page(bench: Bench) -> None:
     rows = bench.rows
     runs: dict[Path, str] = {}
     for row in rows:
-        folders = [Path(sample.run) for sample in row.samples if sample.run]
-        folders = [folder for folder in folders if folder.is_dir()]
-        if folders:
-            runs[folders[0]] = row.variant
+        for sample in row.samples:
+            if sample.run and os.path.isdir(sample.run):
+                runs[Path(sample.run)] = row.variant
+                break
     title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
     lead = Lead(title=title, tables=(_build_table(rows),), lines=remarks(bench), names=runs)
     experiment.page(runs, bench.folder / PAGE, lead)
@@ -448,7 +472,9 @@ def _create_median_cell(name: str, scale: float = 1.0, unit: str = "", digits: i
             return _NO_VALUE
         median = f"{figure(spread.median * scale, digits)}{unit}"
         half = (spread.max - spread.min) / 2 * scale
-        return f"{median} ±{figure(half, 2)}" if half else median
+        if not half:
+            return median
+        return f"{median} ±{figure(half, 2)}"
 
     return cell
 
@@ -463,8 +489,10 @@ def _format_loss_change(row: VariantSummary) -> str:
 
 def _count_runs(row: VariantSummary) -> str:
     speed = row.spreads.get(SPEED)
-    count = str(speed.n if speed else 0)
-    return f"{count}, {len(row.failures)} failed" if row.failures else count
+    count = 0 if speed is None else speed.n
+    if not row.failures:
+        return str(count)
+    return f"{count}, {len(row.failures)} failed"
 
 
 COLUMNS: Mapping[str, Cell] = {
@@ -485,32 +513,34 @@ COLUMNS: Mapping[str, Cell] = {
 
 def standing(row: VariantSummary) -> str:
     word: str = row.standing
-    recommended = ", recommended"
+    recommended = "recommended"
     if row.too_few and word in ("faster", "slower", "no difference"):
         word = "too few trials"
-        recommended = ", fastest so far"
+        recommended = "fastest so far"
     if row.recommended:
-        word += recommended
-    return f"{word}: {row.why}" if row.why else word
+        word += f", {recommended}"
+    if row.why:
+        word += f": {row.why}"
+    return word
 
 
-def _build_table(rows: Iterable[VariantSummary]) -> list[dict[str, str]]:
+def _build_table(rows: Sequence[VariantSummary]) -> list[dict[str, str]]:
     """Columns that have no value in any row are left out."""
-    table = []
-    for row in rows:
-        cells = {head: cell(row) for head, cell in COLUMNS.items()}
-        table.append({"variant": row.variant, **cells})
-    for head in COLUMNS:
-        if all(cells[head] == _NO_VALUE for cells in table):
-            for cells in table:
-                del cells[head]
+    table = [{"variant": row.variant} for row in rows]
+    for head, render in COLUMNS.items():
+        column = [render(row) for row in rows]
+        if set(column) == {_NO_VALUE}:
+            continue
+        for cells, text in zip(table, column, strict=True):
+            cells[head] = text
     return table
 
 
 def remarks(bench: Bench) -> list[str]:
     tokens = comparison.common_tokens(bench.samples)
     lines = [f"{row.variant}: {standing(row)}" for row in bench.rows]
-    lines += [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
+    for fault in comparison.baseline_fault(bench.samples):
+        lines.append(f"error: {fault.message}")
     if tokens is not None:
         pair = " of a pair" if bench.weights == "rows" else ""
         lines.append(

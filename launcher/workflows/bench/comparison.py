@@ -146,8 +146,12 @@ class Spread:
         return f"{self.median:,.0f} ({self.min:,.0f} – {self.max:,.0f}, {self.n} runs)"
 
 
-class SpeedTest(NamedTuple):
-    """`chance`: how often a variant that is not faster (or slower) would look like this one."""
+@dataclass(frozen=True, slots=True)
+class SpeedTest:
+    """The standing of a variant by its speed alone.
+
+    `chance`: how often a variant that is not faster (or slower) would look like this one.
+    """
 
     standing: Standing
     chance: float
@@ -233,9 +237,11 @@ def compare(samples: Sequence[Sample]) -> list[VariantSummary]:
         groups.setdefault(sample.variant, []).append(sample)
     tokens = common_tokens(samples)
     rows: list[VariantSummary] = []
+    first: VariantSummary | None = None
     for group in groups.values():
-        first = rows[0] if rows else None
-        rows.append(_summarize(group, first, tokens))
+        row = _summarize(group, first, tokens)
+        first = first or row
+        rows.append(row)
     faster = [row for row in rows if row.standing == "faster"]
     if faster:
         best = max(faster, key=lambda row: row.speed_ratio or 0.0)
@@ -273,40 +279,43 @@ def share(tolerance: float) -> str:
 def _summarize(
     samples: Sequence[Sample], first: VariantSummary | None, tokens: float | None
 ) -> VariantSummary:
-    measured = [sample for sample in samples if sample.measured]
-    failed = [sample for sample in samples if not sample.measured]
-    flaws = dict.fromkeys(flaw for sample in measured for flaw in sample.flaws)
-    parts = [within(sample.curve, tokens) for sample in measured if tokens is not None]
-    steps = Spread.of(count for _, count in parts)
-    row = VariantSummary(
-        variant=samples[0].variant,
-        samples=samples,
-        spreads={**_compute_spreads(measured), LOSS: Spread.of(loss for loss, _ in parts)},
-        steps_within=None if steps is None else steps.median,
-        failures=tuple(f"{sample.cause}: {sample.reason}" for sample in failed),
-        flaws=tuple(flaws),
-    )
-    reason = corrupt_reason(first.samples if first else samples)
+    row = _collect_measurements(samples, tokens)
     if first is not None:
         row = _compare_to_first(row, first)
-        if reason:
-            why = f"{first.variant} trained on corrupt gradients: nothing is compared with it"
-            return replace(row, standing="unknown", why=why)
-    elif reason:
-        return replace(row, standing="flawed", why=reason)
-    if not measured:
-        return replace(row, standing="failed", why=row.failures[0])
-    if flaws:
-        return replace(row, standing="flawed", why=f"not what was asked for: {'; '.join(flaws)}")
     standing, why = _judge(row, first, tokens)
     return replace(row, standing=standing, why=why)
 
 
-def _compute_spreads(measured: Sequence[Sample]) -> dict[str, Spread | None]:
-    names = dict.fromkeys(name for sample in measured for name in sample.metrics)
+def _collect_measurements(samples: Sequence[Sample], tokens: float | None) -> VariantSummary:
+    """The row of one variant, without its standing."""
+    values: dict[str, list[float | None]] = {}
+    losses: list[float | None] = []
+    steps: list[float] = []
+    failures = []
+    flaws: list[str] = []
+    for sample in samples:
+        if not sample.measured:
+            failures.append(f"{sample.cause}: {sample.reason}")
+            continue
+        flaws += sample.flaws
+        for name, value in sample.metrics.items():
+            values.setdefault(name, []).append(value)
+        if tokens is not None:
+            loss, count = within(sample.curve, tokens)
+            losses.append(loss)
+            steps.append(count)
     # the loss over everything that one trial saw cannot be compared with another's
-    names.pop(LOSS, None)
-    return {name: Spread.of(sample.metrics.get(name) for sample in measured) for name in names}
+    values.pop(LOSS, None)
+    values[LOSS] = losses
+    within_steps = Spread.of(steps)
+    return VariantSummary(
+        variant=samples[0].variant,
+        samples=samples,
+        spreads={name: Spread.of(numbers) for name, numbers in values.items()},
+        steps_within=None if within_steps is None else within_steps.median,
+        failures=tuple(failures),
+        flaws=tuple(dict.fromkeys(flaws)),
+    )
 
 
 def _compare_to_first(row: VariantSummary, first: VariantSummary) -> VariantSummary:
@@ -322,14 +331,30 @@ def _compare_to_first(row: VariantSummary, first: VariantSummary) -> VariantSumm
     test = speed_test(row.samples, first.samples)
     if test is None:
         return row
-    standing, by_chance, why, too_few = test
-    return replace(row, standing=standing, chance=round(by_chance, 4), why=why, too_few=too_few)
+    return replace(
+        row,
+        standing=test.standing,
+        chance=round(test.chance, 4),
+        why=test.why,
+        too_few=test.too_few,
+    )
 
 
 def _judge(
     row: VariantSummary, first: VariantSummary | None, tokens: float | None
 ) -> tuple[Standing, str]:
-    """The standing of a variant that was measured and broke nothing, and why; gravest first."""
+    """The standing of a variant, and why; gravest first."""
+    if first is None:
+        corrupt = corrupt_reason(row.samples)
+        if corrupt:
+            return "flawed", corrupt
+    elif corrupt_reason(first.samples):
+        why = f"{first.variant} trained on corrupt gradients: nothing is compared with it"
+        return "unknown", why
+    if len(row.failures) == len(row.samples):
+        return "failed", row.failures[0]
+    if row.flaws:
+        return "flawed", f"not what was asked for: {'; '.join(row.flaws)}"
     unproved = _list_unproved(row)
     doubts = []
     if unproved:
@@ -340,6 +365,13 @@ def _judge(
         return "baseline", "; ".join(doubts)
     if row.chance is None:
         return "unknown", "no speed of both to compare"
+    return _judge_against(row, first, tokens, doubts)
+
+
+def _judge_against(
+    row: VariantSummary, first: VariantSummary, tokens: float | None, doubts: list[str]
+) -> tuple[Standing, str]:
+    """The standing of a variant that is as fast as its row says: whether it trains the same."""
     word = "too few trials" if row.too_few else row.standing
     if row.loss_change is None:
         return "unknown", f"{word}; no loss of both to compare"
@@ -355,7 +387,9 @@ def _judge(
             f"{' and '.join(early)}: no loss after an update is compared (more --steps)"
         )
     if doubts:
-        standing: Standing = "unproven" if unproved or early else "flawed"
+        standing: Standing = "flawed"
+        if early or _list_unproved(row):
+            standing = "unproven"
         return standing, f"{word}, but {'; '.join(doubts)}"
     difference = _find_difference(row.samples, first.samples)
     if difference is not None:
@@ -365,7 +399,9 @@ def _judge(
 
 def _list_unproved(row: VariantSummary) -> list[str]:
     measured = [sample for sample in row.samples if sample.measured]
-    names = [name for sample in measured for name in sample.unproved]
+    names: list[str] = []
+    for sample in measured:
+        names += sample.unproved
     if any(sample.gradients == "unknown" for sample in measured):
         names.append("gradients")
     return list(dict.fromkeys(names))
@@ -410,10 +446,11 @@ def _compare_first_norm(run: Sample, base_run: Sample) -> str | None:
 def _compare_loss_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> str | None:
     """Why one loss fell less; None if it did not, or if steps hold different tokens."""
     length = min(len(run.curve) for run in (*runs, *base_runs))
-    tokens = [step.tokens for step in runs[0].curve[:length]]
-    base_tokens = [step.tokens for step in base_runs[0].curve[:length]]
-    if length < 2 or tokens != base_tokens:
+    if length < 2:
         return None
+    for step, base_step in zip(runs[0].curve[:length], base_runs[0].curve[:length], strict=True):
+        if step.tokens != base_step.tokens:
+            return None
     levels = _average_late_losses(runs, length)
     base_levels = _average_late_losses(base_runs, length)
     start = statistics.fmean(run.curve[0].loss for run in base_runs)
@@ -430,8 +467,11 @@ def _compare_loss_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> s
 
 def _average_late_losses(runs: Iterable[Sample], length: int) -> list[float]:
     """Each run's mean loss over the last half of its steps, but for the first one."""
-    late = slice(max(1, length // 2), length)
-    return [statistics.fmean(step.loss for step in run.curve[late]) for run in runs]
+    means = []
+    for run in runs:
+        late = run.curve[max(1, length // 2) : length]
+        means.append(statistics.fmean(step.loss for step in late))
+    return means
 
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
@@ -443,22 +483,24 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     if speed is None or base_speed is None:
         return None
     ratio = speed.median / base_speed.median
-    groups = [[_find_pace(run) for run in timed], [_find_pace(run) for run in base_timed]]
+    faster = [_find_pace(run) for run in timed]
+    slower = [_find_pace(run) for run in base_timed]
     if ratio <= 1:
-        groups.reverse()
-    by_chance = chance(*groups)
+        faster, slower = slower, faster
+    by_chance = chance(faster, slower)
+    gain = ratio - 1
     fewest = min(speed.n, base_speed.n)
     if fewest < LEAST_RUNS:
         apart = speed.min > base_speed.max or speed.max < base_speed.min
-        clear = apart and abs(ratio - 1) >= ALONE and is_steadily_ahead(*groups)
-        why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs"
+        clear = apart and abs(gain) >= ALONE and is_steadily_ahead(faster, slower)
+        why = f"{gain:+.1%} by {fewest} of {LEAST_RUNS} runs"
         return SpeedTest(_choose_standing(ratio, clear), by_chance, why, True)
-    far = abs(ratio - 1) >= LEAST
+    far = abs(gain) >= LEAST
     clear = by_chance <= ERROR
     why = ""
     if far and not clear:
         rare = f"chance alone does in {by_chance:.0%} of cases"
-        why = f"{ratio - 1:+.1%} by the medians, which {rare}: more runs may tell"
+        why = f"{gain:+.1%} by the medians, which {rare}: more runs may tell"
     return SpeedTest(_choose_standing(ratio, clear and far), by_chance, why, False)
 
 
@@ -476,4 +518,6 @@ def _find_pace(sample: Sample) -> Pace:
 def _choose_standing(ratio: float, clear: bool) -> Standing:
     if not clear:
         return "no difference"
-    return "faster" if ratio > 1 else "slower"
+    if ratio > 1:
+        return "faster"
+    return "slower"

@@ -136,39 +136,55 @@ def _find_cause(outcome: Outcome) -> Cause:
     if outcome.timed_out:
         return "timeout"
     points = {point.name: point for point in outcome.verdict.points}
-    if outcome.exit in (Exit.OK, Exit.VERDICT) and points["finish"].state == "completed":
-        return "diverged" if points["loss"].ok is False else "ok"
+    finish = points["finish"]
+    if outcome.exit in (Exit.OK, Exit.VERDICT) and finish.state == "completed":
+        if points["loss"].ok is False:
+            return "diverged"
+        return "ok"
     if points["memory"].state == "oom":
         return "oom"
     if points["loss"].state == "nonfinite":
         return "diverged"
     if outcome.verdict.stopped is None:
         return "crash"
-    return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
+    if finish.detail.get("reason") == "hang":
+        return "hang"
+    return "contract"
 
 
 def _compute_metrics(
     ranks: Sequence[RankRecord], outcome: Outcome, curve: Sequence[CurveStep]
 ) -> dict[str, float | None]:
     figures = outcome.verdict.metrics
-    steady = [metrics.steady_steps(record) for record in ranks]
-    seconds = [_compute_mean(step.seconds for step in steps) for steps in steady]
-    tokens = [_compute_mean(step.tokens for step in steps) for steps in steady]
-    wasted = _select_numbers(step.wasted for record in ranks for step in record.steps)
     speed = figures.get("tokens_per_second")
+    if speed:
+        speed /= max(1, len(ranks))
+    seconds: list[float | None] = []
+    tokens: list[float | None] = []
+    steady_counts = []
+    wasted: list[float] = []
+    for record in ranks:
+        steady = metrics.steady_steps(record)
+        steady_counts.append(len(steady))
+        seconds.append(_compute_mean(step.seconds for step in steady))
+        tokens.append(_compute_mean(step.tokens for step in steady))
+        wasted += _select_numbers(step.wasted for step in record.steps)
+    tokens_per_step = None
+    if None not in tokens:
+        tokens_per_step = math.fsum(_select_numbers(tokens)) or None
     loss, _ = comparison.within(curve, math.fsum(step.tokens for step in curve))
     return {
-        "tokens_per_second_per_gpu": speed and speed / max(1, len(ranks)),
+        comparison.SPEED: speed,
         "seconds_per_step": max(_select_numbers(seconds), default=None),
         "seconds_before_steps": _measure_startup(ranks),
-        "tokens_per_step": None if None in tokens else math.fsum(_select_numbers(tokens)) or None,
+        "tokens_per_step": tokens_per_step,
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": math.fsum(wasted) if wasted else None,
         "peak_allocated_gib": figures.get("peak_allocated_gib"),
-        "loss_per_token": loss,
+        comparison.LOSS: loss,
         "steps": outcome.verdict.steps,
-        "steady_steps": min(map(len, steady), default=None),
+        "steady_steps": min(steady_counts, default=None),
     }
 
 
@@ -178,7 +194,9 @@ def _select_numbers(values: Iterable[float | None]) -> list[float]:
 
 def _compute_mean(values: Iterable[float | None]) -> float | None:
     numbers = _select_numbers(values)
-    return statistics.fmean(numbers) if numbers else None
+    if not numbers:
+        return None
+    return statistics.fmean(numbers)
 
 
 def _measure_startup(ranks: Sequence[RankRecord]) -> float | None:
@@ -189,8 +207,11 @@ def _measure_startup(ranks: Sequence[RankRecord]) -> float | None:
     device = ranks[0].last("device")
     if start is None or device is None:
         return None
-    times = _select_numbers((start.number("t"), device.number("t")))
-    return times[1] - times[0] if len(times) == 2 else None
+    loaded_at = start.number("t")
+    begun_at = device.number("t")
+    if loaded_at is None or begun_at is None:
+        return None
+    return begun_at - loaded_at
 
 
 def _group_by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[ProbeStep]]:

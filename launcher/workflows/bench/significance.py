@@ -22,7 +22,7 @@ LEAST_RUNS = 3
 """With fewer runs of each group nothing can be told: 3 and 3 can be dealt out in 20 ways."""
 
 STEADY = 0.8
-"""The share of steps at which fewer runs than that must be ahead."""
+"""With fewer runs than `LEAST_RUNS`, the share of steps at which they must be ahead."""
 
 _KEPT = 2 / 3
 _BLOCKS = 16
@@ -43,10 +43,13 @@ def chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
 
 def is_steadily_ahead(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
     """Whether these runs are ahead at nearly all steps."""
-    steps = list(zip(*_split_into_blocks([*runs, *base]), strict=True))
+    blocks = _split_into_blocks([*runs, *base])
     count = len(runs)
-    ahead = [_average_fastest(step[:count]) < _average_fastest(step[count:]) for step in steps]
-    return sum(ahead) >= STEADY * len(steps)
+    ahead = 0
+    for step in zip(*blocks, strict=True):
+        if _average_fastest(step[:count]) < _average_fastest(step[count:]):
+            ahead += 1
+    return ahead >= STEADY * len(blocks[0])
 
 
 def _measure_lead(blocks: Sequence[Pace], chosen: Collection[int]) -> float:
@@ -77,8 +80,11 @@ def _split_into_blocks(runs: Sequence[Pace]) -> list[list[float]]:
     count = min(_BLOCKS, *map(len, runs))
     blocks = []
     for run in runs:
-        edges = [round(number * len(run) / count) for number in range(count + 1)]
-        blocks.append(
-            [statistics.fmean(run[begin:end]) for begin, end in itertools.pairwise(edges)]
-        )
+        averages = []
+        begin = 0
+        for number in range(1, count + 1):
+            end = round(number * len(run) / count)
+            averages.append(statistics.fmean(run[begin:end]))
+            begin = end
+        blocks.append(averages)
     return blocks

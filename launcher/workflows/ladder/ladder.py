@@ -73,7 +73,7 @@ class Standing:
     def passed(self) -> bool:
         return gates.colour_of(self.flags) != "red"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         facts = self.facts
         losses = facts.losses or (None,)
         return {
@@ -106,10 +106,10 @@ class FullRun:
     def line(self) -> str:
         if self.hours is None:
             return f"full run: {self.formula}"
-        cost = "" if self.cost is None else f", costs {self.cost:,.2f}"
-        return (
-            f"full run on {label(self.gpus)}: {_format_hours(self.hours)}{cost}  ({self.formula})"
-        )
+        text = f"full run on {label(self.gpus)}: {_format_hours(self.hours)}"
+        if self.cost is not None:
+            text += f", costs {self.cost:,.2f}"
+        return f"{text}  ({self.formula})"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class Ladder:
         """What must not be shown of its stage."""
         return self.stage.config.redactor
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "folder": str(self.folder),
             "go": self.exit is Exit.OK,
@@ -169,7 +169,9 @@ class Ladder:
 def label(gpus: int) -> str:
     if gpus == 0:
         return "CPU"
-    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    if gpus == 1:
+        return "1 GPU"
+    return f"{gpus} GPUs"
 
 
 def _format_short_label(gpus: int) -> str:
@@ -214,24 +216,15 @@ def plan_rungs(
     findings += short_findings(stage, steps)
     # all rungs read the same slice: that of the one with most rows a step
     batch = max(plan.global_batch for plan in full.values())
-    root = rundir.runs_root()
     rungs = []
     for count in gpus:
-        name = json.dumps(f"{stage.name}-{_format_short_label(count)}", ensure_ascii=False)
-        output = root / _MODELS / _format_short_label(count)
-        overrides = [*short_overrides(stage, steps=steps, output=output, batch=batch)]
-        overrides.append(f"name={name}")
-        if stage.config.options.get("on_hang") is None:
-            # nobody looks on, and the next rung waits
-            overrides.append("on_hang=stop")
+        further = []
         deepspeed = _check_deepspeed(stage, request, count)
         if deepspeed is not None:
             findings.append(deepspeed)
             if deepspeed.code == "deepspeed-off":
-                overrides.append("deepspeed=none")
-        short = resolved.with_overrides(*overrides, gpus=count, fresh=True, strict=False)
-        # a rung that a killed command left may have the GPUs: it is ended later
-        rung = prepare.complete(short.without_gpus())
+                further.append("deepspeed=none")
+        rung = _plan_rung(resolved, count, further, steps=steps, batch=batch)
         rungs.append(rung)
         predicted = _predict_run(rung.plan, resolved, terms)
         if predicted is not None:
@@ -244,9 +237,12 @@ def plan_rungs(
     stopping = errors(findings, strict=request.strict)
     if stopping:
         raise InvalidConfig(stopping)
+    key = ""
     # a dry run reads no model and no data
-    key = "" if resolved.packages is None else _compute_key(resolved, full[gpus[0]], steps)
+    if resolved.packages is not None:
+        key = _compute_key(resolved, full[gpus[0]], steps)
     name = stage.config.redactor.redact(stage.name)
+    root = rundir.runs_root()
     return Ladder(
         resolved=resolved,
         plans=full,
@@ -258,12 +254,29 @@ def plan_rungs(
     )
 
 
+def _plan_rung(
+    resolved: Facts, gpus: int, further: Sequence[str], *, steps: int, batch: int
+) -> Prepared:
+    """Plan the short run on so many GPUs, with `further` overrides. Raises what prepare raises."""
+    stage = resolved.stage
+    suffix = _format_short_label(gpus)
+    output = rundir.runs_root() / _MODELS / suffix
+    name = json.dumps(f"{stage.name}-{suffix}", ensure_ascii=False)
+    overrides = [*short_overrides(stage, steps=steps, output=output, batch=batch)]
+    overrides.append(f"name={name}")
+    if stage.config.options.get("on_hang") is None:
+        # nobody looks on, and the next rung waits
+        overrides.append("on_hang=stop")
+    short = resolved.with_overrides(*overrides, *further, gpus=gpus, fresh=True, strict=False)
+    # a rung that a killed command left may have the GPUs: it is ended later
+    return prepare.complete(short.without_gpus())
+
+
 def _compare_batches(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
-    sizes = {label(rung.plan.gpus): rung.plan.global_batch for rung in rungs}
-    if len(set(sizes.values())) == 1:
+    if len({rung.plan.global_batch for rung in rungs}) == 1:
         return []
-    each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
-    message = f"the rungs train with different global batches: {each}"
+    sizes = [f"{rung.plan.global_batch} on {label(rung.plan.gpus)}" for rung in rungs]
+    message = f"the rungs train with different global batches: {', '.join(sizes)}"
     help = "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus"
     place = stage.config.origin("batch").place
     key = "batch.global"
@@ -373,7 +386,7 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
             ladder.exit = Exit.TRAINING
 
 
-def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
+def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, object]:
     """Run a rung now, and return its record. Raises KeyboardInterrupt."""
     models = ladder.folder / _MODELS
     output = spelt(str(models / _format_short_label(rung.plan.gpus)))
@@ -442,21 +455,23 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
     metrics = verdict.metrics
     rows = files.read_lines(outcome.run.metrics)
     seconds = _read_column(rows, ("seconds",))
+    speed = metrics.get("tokens_per_second") or metrics.get("logged_tokens_per_second")
     failed = outcome.reason
     unproven = None
     if verdict.status == "unproven" and outcome.exit is Exit.VERDICT:
         failed = None
         unproven = outcome.reason
+    planned_gib = None
     # row lengths may have become known by the run
     predicted = _predict_run(prepared.plan, ladder.resolved, ladder.terms)
+    if predicted is not None and predicted.memory is not None:
+        planned_gib = predicted.memory.peak
     trend = None
-    for point in verdict.points:
-        # the rung itself expects no trend: it is too short for what a verdict asks
-        if point.name == "trend" and ladder.stage.options.expect.get("trend") == "falling":
-            trend = point.state
-    memory = []
-    if plan.gpus and prepared.start.devices is not None:
-        memory = [slot.gpu.memory_mib / 1024 for slot in prepared.start.devices.slots]
+    # the rung itself expects no trend: it is too short for what a verdict asks
+    if ladder.stage.options.expect.get("trend") == "falling":
+        for point in verdict.points:
+            if point.name == "trend":
+                trend = point.state
     return RungFacts(
         stage=plan.stage.options.stage,
         devices=plan.processes,
@@ -466,18 +481,24 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
         accuracies=_read_column(rows, REWARDS["rewards_accuracy"]),
         margins=_read_column(rows, REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
-        tokens_per_second=metrics.get("tokens_per_second")
-        or metrics.get("logged_tokens_per_second"),
+        tokens_per_second=speed,
         step_seconds=usual_step(seconds[len(seconds) // 5 :]),
         allocated_gib=metrics.get("peak_allocated_gib"),
         reserved_gib=metrics.get("peak_reserved_gib"),
-        planned_gib=predicted.memory.peak if predicted and predicted.memory else None,
-        card_gib=min(memory, default=None),
+        planned_gib=planned_gib,
+        card_gib=_find_smallest_card_gib(prepared),
         starts_at_ln2=_starts_at_ln2(plan.stage),
         failed=failed,
         unproven=unproven,
         trend=trend,
     )
+
+
+def _find_smallest_card_gib(prepared: Prepared) -> float | None:
+    chosen = prepared.start.devices
+    if not prepared.plan.gpus or chosen is None:
+        return None
+    return min((slot.gpu.memory_mib / 1024 for slot in chosen.slots), default=None)
 
 
 def usual_step(seconds: Sequence[float]) -> float | None:
@@ -520,8 +541,10 @@ def _estimate_full_run(ladder: Ladder, top: Standing) -> FullRun:
     if predicted is not None:
         steps = predicted.steps
     else:
-        # how many packed rows they come to depends on their lengths
-        row_lengths = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
+        row_lengths = None
+        if repacked and terms.row_tokens:
+            # how many packed rows they come to depends on their lengths
+            row_lengths = lengths.parse(terms.row_tokens)
         _, _, steps = forecast.counted(whole, row_lengths, terms)
     if not step:
         return FullRun(gpus=top.gpus, steps=steps, formula="no step was timed")
@@ -573,7 +596,7 @@ def show(ladder: Ladder) -> None:
         say(f"report: {ladder.page}")
 
 
-def _build_row(standing: Standing) -> dict[str, Any]:
+def _build_row(standing: Standing) -> dict[str, str | None]:
     facts = standing.facts
     record = standing.record
     loss = None
@@ -598,8 +621,12 @@ def _format_hours(hours: float) -> str:
     if hours >= 0.1:
         return f"{hours:.2f} h"
     minutes = hours * 60
-    return f"{minutes:.1f} min" if minutes >= 1 else f"{minutes * 60:.1f} s"
+    if minutes >= 1:
+        return f"{minutes:.1f} min"
+    return f"{minutes * 60:.1f} s"
 
 
 def _format_number(value: float | None, form: str) -> str | None:
-    return None if value is None or not math.isfinite(value) else format(value, form)
+    if value is None or not math.isfinite(value):
+        return None
+    return format(value, form)

@@ -2,11 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 from launcher.config.load import spelt
 from launcher.config.points import POINTS
 from launcher.errors import Finding, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.plan import plan
 from launcher.stage.stage import Stage
 from launcher.upstream.citations import rendered
@@ -39,22 +39,16 @@ def short_overrides(
     unknown size is cut to a count, which upstream fills up by repeating rows if it has fewer.
     """
     names = stage.entry.names
-    values = stage.values
-    changes: dict[str, Any] = {names.max_steps: steps, names.logging_steps: 1}
+    changes: dict[str, object] = {names.max_steps: steps, names.logging_steps: 1}
     if "checkpointing_steps" in stage.schema.fields:
         # DPO's is a number, which no run of so many steps comes to
         changes["checkpointing_steps"] = steps + 1
     mixture = _cut_mixture(stage, rows_needed(stage, steps, batch))
     if mixture:
         changes[names.data] = mixture
-    warm_up = values.get("warmup_steps")
-    if isinstance(warm_up, int | float) and warm_up >= 1:
-        batch = _find_batch_rows(stage, batch)
-        rows = plan.count_rows(stage, values) if batch else None
-        full = plan.total_steps(stage, values, rows, batch or 1)
-        # its share of the full run; if that is unknown, never most of this one
-        short = round(steps * warm_up / full) if full else steps // 10
-        changes["warmup_steps"] = min(int(warm_up), short)
+    warm_up = _shorten_warm_up(stage, steps, batch)
+    if warm_up is not None:
+        changes["warmup_steps"] = warm_up
     changes |= _list_short_run_changes(stage)
     changes[names.output] = str(output)
     overrides = [f"{name}={spelt(value)}" for name, value in changes.items()]
@@ -63,6 +57,23 @@ def short_overrides(
         if point.full_length and point.name in stage.options.expect:
             overrides.append(f"expect.{point.name}=any")
     return tuple(overrides)
+
+
+def _shorten_warm_up(stage: Stage, steps: int, batch: int | None) -> int | None:
+    """The warm-up's share of the full run; if that is unknown, at most a tenth of this one.
+
+    None if no warm-up is given in steps.
+    """
+    warm_up = stage.values.get("warmup_steps")
+    if not isinstance(warm_up, int | float) or warm_up < 1:
+        return None
+    batch = _find_batch_rows(stage, batch)
+    rows = plan.count_rows(stage, stage.values) if batch else None
+    full = plan.total_steps(stage, stage.values, rows, batch or 1)
+    short = steps // 10
+    if full:
+        short = round(steps * warm_up / full)
+    return min(int(warm_up), short)
 
 
 def _find_batch_rows(stage: Stage, batch: int | None) -> int | None:
@@ -96,18 +107,32 @@ def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
 
 def rows_needed(stage: Stage, steps: int, batch: int | None = None) -> int:
     """Rows to cut for that many steps, reserve included."""
-    rows = _find_batch_rows(stage, batch)
-    if not rows:
-        names = stage.entry.names
-        per_device = stage.options.batch and stage.options.batch.per_device
-        rows = per_device or int(stage.values[names.per_device])
-        rows *= int(stage.values[names.accumulation]) * ASSUMED_DEVICES
+    rows = _find_batch_rows(stage, batch) or _assume_batch_rows(stage)
     needed = math.ceil(steps * rows * RESERVE) + rows
     limit = stage.values.get(stage.entry.names.max_length)
     if stage.entry.packing == "always" and isinstance(limit, int):
         # a step counts packed rows, and each holds as many samples as fit
         needed *= math.ceil(limit / SHORTEST_MEAN)
     return max(FEWEST_ROWS, needed)
+
+
+def _assume_batch_rows(stage: Stage) -> int:
+    names = stage.entry.names
+    per_device = None
+    if stage.options.batch is not None:
+        per_device = stage.options.batch.per_device
+    if not per_device:
+        per_device = int(stage.values[names.per_device])
+    return per_device * int(stage.values[names.accumulation]) * ASSUMED_DEVICES
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedSet:
+    """A data set of a mixer list; `rows` is None if they cannot be counted here."""
+
+    name: str
+    amount: str
+    rows: int | None
 
 
 def _cut_mixture(stage: Stage, needed: int) -> list[str]:
@@ -121,14 +146,12 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
     if not stage.entry.mixes or not isinstance(listed, list):
         return []
     words = [str(word) for word in listed]
-    entries = []
-    for name, amount in zip(words[::2], words[1::2], strict=True):
-        # None if they cannot be counted here
-        size = plan.count_rows(stage, Values(stage.schema, {key: [name, amount]}))
-        entries.append((name, amount, size))
+    sets = []
     rows = 0
     shares = []
-    for _, amount, size in entries:
+    for name, amount in zip(words[::2], words[1::2], strict=True):
+        size = plan.count_rows(stage, Values(stage.schema, {key: [name, amount]}))
+        sets.append(_MixedSet(name, amount, size))
         if size is None:
             shares.append(float(amount))
         else:
@@ -136,25 +159,30 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
     if not shares and rows <= needed:
         return []
     # sets of unknown size count as much as any others
-    rest = max(needed * len(shares) / len(entries), needed - rows)
+    rest = max(needed * len(shares) / len(sets), needed - rows)
     cut = []
-    for name, amount, size in entries:
-        if size is None:
-            part = rest * float(amount) / math.fsum(shares)
+    for mixed in sets:
+        if mixed.rows is None:
+            part = rest * float(mixed.amount) / math.fsum(shares)
         else:
-            part = (needed - rest) * size / max(1, rows)
+            part = (needed - rest) * mixed.rows / max(1, rows)
         # a count of 1 looks like a slip of the pen
         count = max(2, math.ceil(part))
-        if size is not None:
-            count = min(size, count)
-        cut += [name, str(count) if count else amount]
+        if mixed.rows is not None:
+            count = min(mixed.rows, count)
+        amount = mixed.amount
+        if count:
+            amount = str(count)
+        cut += [mixed.name, amount]
     return cut
 
 
-def _list_short_run_changes(stage: Stage) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
+def _list_short_run_changes(stage: Stage) -> dict[str, object]:
+    changes: dict[str, object] = {}
     for name, value in stage.backend.SHORT_RUN.items():
-        if name not in stage.schema.fields or (value is None and name not in stage.args):
+        if name not in stage.schema.fields:
+            continue
+        if value is None and name not in stage.args:
             continue
         now = stage.values[name]
         if isinstance(now, list) and len(now) == 1:

@@ -231,9 +231,9 @@ def _run_command(
         crashed = replace(record, state="crashed", ended=rundir.utc_now(), reason=message)
         _write_record(evaluation, crashed)
         raise
-    record = replace(
-        record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode
-    )
+    seconds = round(clock.seconds, 1)
+    now = rundir.utc_now()
+    record = replace(record, ended=now, seconds=seconds, returncode=ended.returncode)
     if clock.rang:
         reason = f"its time was up after {timeout_s:g} s; log: {record.log}"
         record = replace(record, state="timed_out", reason=reason)
@@ -309,9 +309,11 @@ def _write_record(evaluation: PlannedEvaluation, record: EvaluationRecord) -> Ev
 
 
 def exit_code(record: EvaluationRecord) -> Exit:
-    if record.state == "measured":
-        return Exit.OK if record.passed else Exit.VERDICT
-    return _EXITS.get(record.state, Exit.TRAINING)
+    if record.state != "measured":
+        return _EXITS.get(record.state, Exit.TRAINING)
+    if record.passed:
+        return Exit.OK
+    return Exit.VERDICT
 
 
 _FAULTS: Mapping[State, tuple[str, str]] = {
@@ -349,8 +351,11 @@ def describe_ending(name: str, record: EvaluationRecord, *, reused: bool) -> str
     if record.gates:
         result = "passed" if record.passed else "failed"
     how = "measured before" if reused else f"measured in {record.seconds:.0f} s"
+    line = f"{name}: evaluation {result}, {how}"
     text = summarize(record)
-    return f"{name}: evaluation {result}, {how}" + (f": {text}" if text else "")
+    if text:
+        line += f": {text}"
+    return line
 
 
 def summarize(record: EvaluationRecord) -> str:

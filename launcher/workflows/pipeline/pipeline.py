@@ -193,8 +193,9 @@ class PipelineResult:
             return [f"the same command continues with {row.name}; what is finished is skipped"]
         elif row.verdict == "unproven":
             lines.append("with `--allow-unproven` an unproven verdict counts as success")
-        for following in self.rows[self.rows.index(row) + 1 :][:1]:
-            lines.append(f"with `--from {following.name}` it takes its model as it is")
+        following = self.rows[self.rows.index(row) + 1 :]
+        if following:
+            lines.append(f"with `--from {following[0].name}` it takes its model as it is")
         return lines
 
 
@@ -396,11 +397,13 @@ class _Runner:
             place = link.origin().place
             self._print_findings([launch_finding("note", "pipeline-restarts", message, **place)])
         self._write_record()
-        # what validation said has been shown, and that a stage is finished is shown at its end
-        shown = {"already-finished", *(finding.message for finding in self.planned.findings)}
-        new = [
-            finding for finding in prepared.findings if not {finding.code, finding.message} & shown
-        ]
+        # what validation said has been shown
+        shown = {finding.message for finding in self.planned.findings}
+        new = []
+        for finding in prepared.findings:
+            # that a stage is finished is shown at its end
+            if finding.message not in shown and finding.code != "already-finished":
+                new.append(finding)
         self._print_findings(new)
         if not self.quiet and prepared.decision.kind != "finished":
             console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))

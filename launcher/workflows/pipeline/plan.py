@@ -288,6 +288,22 @@ class _Planner:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
+        step = self._plan_stage(link, file, overrides, within=within)
+        if not names_output or not self._has_own_output(step):
+            return
+        if source is not None and within:
+            self._check_between(source, step)
+        self.steps[link.name] = step
+        facts = step.resolved
+        trains_here = within and facts.machine is not None and facts.look is not None
+        if trains_here and step.evaluation is not None:
+            self._note_lacking(link, evaluation.find_missing_program(step.evaluation))
+
+    def _plan_stage(
+        self, link: Link, file: StageFile, overrides: list[str], *, within: bool
+    ) -> PlannedStage:
+        """Plan a stage with the model of its chain (`overrides`), and with the one before it."""
+        source = self.steps.get(link.source or "")
         fresh = self.order.common.fresh and within
         chained = file.with_overrides(*overrides, fresh=fresh)
         # a stage that is not to run needs nothing of this machine
@@ -301,24 +317,20 @@ class _Planner:
         dry = _run_dry(facts, resolved)
         judged: Plan | None = None
         if within and (source is not None or resolved.machine is not None):
+            target = dry.start.target
             judged = check.settle(
-                resolved,
-                decided=dry.start.target.output.derived,
-                attempts=dry.start.target.attempts_so_far,
+                resolved, decided=target.output.derived, attempts=target.attempts_so_far
             )
         if within:
             self._collect_findings(link, resolved, dry, judged or dry.plan)
-        step = PlannedStage(
-            link=link, file=file, resolved=resolved, prepared=dry, root=root, judged=judged
+        return PlannedStage(
+            link=link,
+            file=file,
+            resolved=resolved,
+            prepared=dry,
+            root=self.roots[link.name],
+            judged=judged,
         )
-        if not names_output or not self._has_own_output(step):
-            return
-        if source is not None and within:
-            self._check_between(source, step)
-        self.steps[link.name] = step
-        trains_here = within and resolved.machine is not None and resolved.look is not None
-        if trains_here and step.evaluation is not None:
-            self._note_lacking(link, evaluation.find_missing_program(step.evaluation))
 
     def _collect_findings(self, link: Link, resolved: Facts, dry: Prepared, judged: Plan) -> None:
         """Collect what the rules say, with the model that the chain begins from."""
@@ -351,10 +363,8 @@ class _Planner:
             help = f"delete the line, or say which with `from: {link.source}` or `from: none`"
             if link.explicit:
                 help = f"delete it, or write `from: none` instead of `from: {link.source}`"
-            message = (
-                f"`{key}` is {brief(value)} here, and the pipeline hands over {source.model}, "
-            )
-            message += f"the model of {link.source}"
+            message = f"`{key}` is {brief(value)} here, and the pipeline hands over "
+            message += f"{source.model}, the model of {link.source}"
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: PlannedStage) -> bool:
@@ -408,12 +418,13 @@ class _Planner:
         """All stages use one tokenizer: its chat template, and the token that it begins with."""
         name = "chat_template_name"
         template = now.get(name)
-        if template is not None and template != was.get(name):
+        template_before = was.get(name)
+        if template is not None and template != template_before:
             other = "the tokenizer's own template"
             change = "delete the line"
-            if was.get(name):
-                other = f"`{was.get(name)}`"
-                change = f"write `{name}: {was.get(name)}`"
+            if template_before:
+                other = f"`{template_before}`"
+                change = f"write `{name}: {template_before}`"
             message = f"`{name}: {template}`: {before} trains with {other}"
             help = f"one template for both: {change}"
             key = f"args.{name}"
@@ -421,16 +432,20 @@ class _Planner:
         elif template is None and was.get("add_bos") is True and now.get("add_bos") is True:
             # dataset_transformation.py::get_tokenizer_tulu_v2_2[You specified add_bos]
             message = f"`add_bos` crashes: {before} saves a template that begins with the token "
+            message += "already"
             help = "write `add_bos: false`"
             key = "args.add_bos"
-            self._add(link, "pipeline-template", f"{message}already", help, key, layer="run")
+            self._add(link, "pipeline-template", message, help, key, layer="run")
 
     def _add(
         self, link: Link, code: str, message: str, help: str, key: str, **changes: Any
     ) -> None:
         """An error about how stages fit, at its key; `changes` are to launch's errors."""
-        origin = (link if key == "from" else self.configs[link.name]).origin(key)
-        finding = launch_finding("error", code, message, help, key=key, **origin.place)
+        if key == "from":
+            place = link.origin(key).place
+        else:
+            place = self.configs[link.name].origin(key).place
+        finding = launch_finding("error", code, message, help, key=key, **place)
         self._say(link, [replace(finding, **changes)])
 
     def _say(self, link: Link, findings: Iterable[Finding]) -> None:

@@ -6,6 +6,7 @@ whose `results` hold for each task numbers that are called `metric,filter` (its 
 `--output_path`).
 """
 
+import contextlib
 import glob
 import json
 import math
@@ -85,9 +86,8 @@ class MetricsPlace:
         # a name may hold brackets
         if self.path.is_file():
             return [self.path]
-        return sorted(
-            Path(name) for name in glob.glob(self.pattern, recursive=True) if os.path.isfile(name)
-        )
+        paths = map(Path, glob.glob(self.pattern, recursive=True))
+        return sorted(path for path in paths if os.path.isfile(path))
 
 
 Snapshot = Mapping[Path, tuple[int, ...]]
@@ -147,7 +147,9 @@ def _find_tasks(content: Mapping[str, Any]) -> Mapping[str, Any]:
         return content
     if not all(isinstance(task, Mapping) for task in results.values()):
         return content
-    return {**groups, **results} if isinstance(groups, Mapping) else results
+    if not isinstance(groups, Mapping):
+        return results
+    return {**groups, **results}
 
 
 def _flatten(
@@ -188,11 +190,10 @@ def _is_error(name: str) -> bool:
 def _read_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(OverflowError):
+        if math.isfinite(value):
+            return float(value)
+    return None
 
 
 def judge_scores(scores: Scores, expect: Mapping[str, Gate]) -> tuple[GateResult, ...]:
@@ -205,8 +206,8 @@ def _judge_gate(scores: Scores, name: str, gate: Gate) -> GateResult:
     result = GateResult(metric=name, expected=str(gate), ok=False, name=full)
     if full is None:
         names = list(dict.fromkeys([*scores.main, *scores.numbers]))
-        reason = f"{scores.path} has no metric `{name}`: {keys.nearest(name, names[:20])}"
-        return replace(result, reason=reason)
+        advice = keys.nearest(name, names[:20])
+        return replace(result, reason=f"{scores.path} has no metric `{name}`: {advice}")
     value = _read_number(scores.values[full])
     if value is None:
         shown = json.dumps(scores.values[full])[:80]

@@ -54,7 +54,7 @@ class Prefetch:
     @property
     def exit(self) -> Exit:
         """1 where the run would miss something."""
-        if any(finding.code == "would-miss" for finding in self.findings):
+        if self.tokenised.missed:
             return Exit.VERDICT
         return Exit.OK
 
@@ -83,7 +83,9 @@ class Prefetch:
     def lines(self) -> Iterator[str]:
         data = self.tokenised
         place = str(data.place or "-")
-        width = max(len(name) for name in (place, *(part.name for part in self.parts)))
+        width = len(place)
+        for part in self.parts:
+            width = max(width, len(part.name))
         for part in self.parts:
             text = f"{part.kind:<10} {part.name:<{width}}  {part.state:<8} {sized(part.size):>9}"
             yield text + _format_duration(part.state, part.seconds)
@@ -95,7 +97,9 @@ class Prefetch:
             yield f"rows       {lengths.rows:,} rows; {tokens}, {lengths.tokens:,} in all"
         for text in self.left:
             yield f"left       {text}"
-        where = f"{self.plan.gpus} GPU(s)" if self.plan.gpus else "the CPU"
+        where = "the CPU"
+        if self.plan.gpus:
+            where = f"{self.plan.gpus} GPU(s)"
         if self.exit is not Exit.OK:
             end = f"not prepared: the run on {where} would miss what it needs"
         elif self.did_nothing:
@@ -106,7 +110,9 @@ class Prefetch:
 
 
 def _format_duration(state: str, seconds: float) -> str:
-    return f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
+    if state not in ("fetched", "filled"):
+        return ""
+    return f"  in {seconds:.0f} s"
 
 
 def prepare_caches(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
@@ -136,14 +142,14 @@ def _fill_caches(resolved: Facts, say: Say) -> Prefetch:
     data = [part for part in needed if part.role == "data"]
     parts += _fetch_parts(data, plan, trainer, keys.environment(caches))
     filling = tokenising.Filling(plan, trainer, resolved.request, say, caches)
-    tokenised, missed = filling.done()
+    tokenised = filling.fill()
     return Prefetch(
         plan=plan,
         parts=parts,
         tokenised=tokenised,
         left=tuple(_list_remaining_work(plan, parts, caches, tokenised)),
         work=filling.work,
-        findings=tuple(dict.fromkeys((*plan.all_findings, *missed))),
+        findings=tuple(dict.fromkeys((*plan.all_findings, *tokenised.missed))),
         seconds=time.monotonic() - began,
     )
 

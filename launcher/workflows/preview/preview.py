@@ -82,7 +82,9 @@ class Preview:
 
     @property
     def exit(self) -> Exit:
-        return Exit.CONFIG if errors(self.findings) else Exit.OK
+        if errors(self.findings):
+            return Exit.CONFIG
+        return Exit.OK
 
     def as_json(self) -> dict[str, Any]:
         content = asdict(self.content, dict_factory=_as_object)
@@ -238,7 +240,9 @@ def _explain_absence(kind: str, name: str) -> NotReady:
 
 
 def _refuse_row(row: str, total: int | None) -> UsageError:
-    help = "the data have fewer rows" if total is None else f"the data have {total:,} rows"
+    help = "the data have fewer rows"
+    if total is not None:
+        help = f"the data have {total:,} rows"
     return usage("no-such-row", f"--row {row}: there is no such row", help)
 
 
@@ -264,11 +268,9 @@ class _Data:
             raise usage("bad-row", f"--row {row} names no row", help)
         total = self.total()
         if file:
+            wanted = Path(file).absolute()
             for number, place in enumerate(self.places()):
-                if (
-                    place.number == int(last)
-                    and Path(place.file).absolute() == Path(file).absolute()
-                ):
+                if place.number == int(last) and Path(place.file).absolute() == wanted:
                     return number
             raise _refuse_row(row, total)
         number = int(last) - 1
@@ -301,7 +303,9 @@ def _name_data(judged: Judged, entry: Entry) -> str:
     if named is not None:
         return str(named)
     mixed = mixture.of_values(judged.config.args, os.environ)
-    return "datasets" if mixed is None else ", ".join(mixed.names())
+    if mixed is None:
+        return "datasets"
+    return ", ".join(mixed.names())
 
 
 def _place_row(row: ShownRow, data: _Data, entry: Entry) -> None:

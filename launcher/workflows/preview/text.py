@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from launcher.dataset.survey import RowPlace
 from launcher.redaction import Redactor
@@ -51,13 +52,16 @@ def _render_head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
         yield "rows", [Span("not counted: the trainer refuses one of them", "warning")]
         return
     yield "rows", [Span(_describe_counts(preview, counts))]
-    for label, count, reason in (
-        ("cut", counts.cut, f", at {preview.limit}"),
-        ("dropped", counts.dropped.too_long, f": the prompt fills {preview.limit}"),
-        ("dropped", counts.dropped.untrained, ": nothing in them counts"),
-    ):
-        if count:
-            yield label, [Span(f"{count:,} of {counts.looked_at:,} rows{reason}", "warning")]
+    total = f"of {counts.looked_at:,} rows"
+    dropped = counts.dropped
+    if counts.cut:
+        yield "cut", [Span(f"{counts.cut:,} {total}, at {preview.limit}", "warning")]
+    if dropped.too_long:
+        text = f"{dropped.too_long:,} {total}: the prompt fills {preview.limit}"
+        yield "dropped", [Span(text, "warning")]
+    if dropped.untrained:
+        text = f"{dropped.untrained:,} {total}: nothing in them counts"
+        yield "dropped", [Span(text, "warning")]
     yield "trained", _render_share(preview, counts)
     yield from _render_histogram(preview, counts.lengths)
 
@@ -218,41 +222,40 @@ def _show_pieces(section: RowSection, row: ShownRow, paper: marked.Paper, *, who
     kept = [piece for piece in section.pieces if not piece.cut]
     left = section.tokens - _SHOWN_TOKENS
     if whole or left <= 0:
-        paper.text([_style_piece(piece, piece.text, section, row) for piece in kept])
+        paper.text([_style_piece(piece, section, row) for piece in kept])
         return
     half = _SHOWN_TOKENS // 2
-    start = []
-    for piece, text in _take_first(kept, half):
-        start.append(_style_piece(piece, text, section, row))
-    paper.text(start)
+    start = _take_first(kept, half)
+    paper.text([_style_piece(piece, section, row) for piece in start])
     note = f"... about {left:,} more tokens: --row {row.row}"
     paper.line([Span(f"  {marked.GUTTER} ", "quiet"), Span(note, "quiet")])
-    kept.reverse()
-    end = []
-    for piece, text in _take_first(kept, half, from_end=True):
-        end.append(_style_piece(piece, text, section, row))
+    end = _take_first(reversed(kept), half, from_end=True)
     end.reverse()
-    paper.text(end)
+    paper.text([_style_piece(piece, section, row) for piece in end])
 
 
 def _take_first(
-    pieces: list[RowPiece], tokens: int, *, from_end: bool = False
-) -> Iterator[tuple[RowPiece, str]]:
+    pieces: Iterable[RowPiece], tokens: int, *, from_end: bool = False
+) -> list[RowPiece]:
     """The first pieces with `tokens` tokens in all; the last piece may be cut."""
     left = tokens
+    first = []
     for piece in pieces:
         if left <= 0:
-            return
-        text = piece.text
+            break
         if piece.tokens > left:
             # tokens have no places in a text: the same share of its characters
-            size = max(1, len(text) * left // piece.tokens)
-            text = text[-size:] if from_end else text[:size]
-        yield piece, text
+            size = max(1, len(piece.text) * left // piece.tokens)
+            text = piece.text[-size:] if from_end else piece.text[:size]
+            first.append(replace(piece, text=text))
+        else:
+            first.append(piece)
         left -= piece.tokens
+    return first
 
 
-def _style_piece(piece: RowPiece, text: str, section: RowSection, row: ShownRow) -> Span:
+def _style_piece(piece: RowPiece, section: RowSection, row: ShownRow) -> Span:
+    text = piece.text
     if not piece.trained or row.status == "dropped":
         return Span(text, "special" if piece.special else None)
     style = "rejected" if section.name == "rejected" else "trained"

@@ -114,7 +114,9 @@ class SettingRuns:
     @property
     def step(self) -> float | None:
         steps = [run.step for run in self.counted if run.step]
-        return statistics.median(steps) if steps else None
+        if not steps:
+            return None
+        return statistics.median(steps)
 
     @property
     def peak(self) -> float | None:
@@ -150,16 +152,19 @@ class Search:
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
         setting = self.results.get(candidate.key)
-        return setting.runs if setting else ()
+        if setting is None:
+            return ()
+        return setting.runs
 
     @property
     def good(self) -> list[SettingRuns]:
         """All that may be proposed, fastest first; of equals, that with the fewest changes."""
         left = [setting for setting in self.results.values() if setting.ok and self.fits(setting)]
-        left.sort(key=lambda setting: -setting.speed)
+        left.sort(key=lambda setting: setting.speed, reverse=True)
         ranked: list[SettingRuns] = []
         while left:
-            equals = [setting for setting in left if setting.speed >= left[0].speed * (1 - SAME)]
+            least = left[0].speed * (1 - SAME)
+            equals = [setting for setting in left if setting.speed >= least]
             plainest = min(equals, key=lambda setting: self._count_changes(setting.candidate))
             ranked.append(plainest)
             left.remove(plainest)
@@ -179,11 +184,15 @@ class Search:
 
     @property
     def limit(self) -> float:
-        return math.inf if self.room is None else usable(self.room)
+        """The memory in GiB that a run may need."""
+        if self.room is None:
+            return math.inf
+        return usable(self.room)
 
     def fits(self, runs: SettingRuns | Trial) -> bool:
         """Whether the whole run fits, with its longer rows; the file as written always does."""
-        return runs.candidate.key == self.base.key or (_scale_peak(runs) or 0) <= self.limit
+        peak = _scale_peak(runs)
+        return peak is None or peak <= self.limit or runs.candidate.key == self.base.key
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
@@ -206,20 +215,21 @@ class Search:
 
     def eligible(self, candidate: Candidate) -> bool:
         """Whether it may succeed, by what failed and by its memory."""
-        if any(values <= set(candidate.key) for values in self.guilty):
+        values = set(candidate.key)
+        if any(failing <= values for failing in self.guilty):
+            return False
+        peak = self.peak(candidate)
+        if peak is not None and peak > self.limit:
             return False
         full = [run.candidate for run in self.runs if run.status == "oom"]
-        peak = self.peak(candidate)
-        if peak is None or candidate.peak is None:
-            return all(candidate.rows < other.rows for other in full)
-        return peak <= self.limit and all(
-            candidate.peak < other.peak for other in full if other.peak
-        )
+        return all(_needs_less(candidate, other) for other in full)
 
     def _expect_gain(self, candidate: Candidate) -> float:
         """The share by which it should be faster than the best, by the plan; 1 if there is none."""
         best = self.best
-        return 1.0 if best is None else candidate.speed / best.candidate.speed - 1
+        if best is None:
+            return 1.0
+        return candidate.speed / best.candidate.speed - 1
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
@@ -227,16 +237,22 @@ class Search:
         earlier = [run for run in self.runs_of(candidate) if run.ok and run is not self.runs[0]]
         if earlier:
             return max(run.sample.seconds for run in earlier)
-        timed = [run for run in self.runs if run.ok and run.step]
-        starts = [run.sample.seconds - self.steps * (run.step or 0) for run in timed]
-        start = self.expected_start_s
-        if starts:
-            start = max(0.0, statistics.median(starts[1:] or starts))
         step = candidate.seconds
         best = self.best
         if best is not None and best.step is not None:
             step *= best.step / best.candidate.seconds
-        return start + self.steps * step
+        return self._expect_start() + self.steps * step
+
+    def _expect_start(self) -> float:
+        """Seconds of a trial before its first step, by the median of those before."""
+        starts = []
+        for run in self.runs:
+            if run.ok and run.step:
+                starts.append(run.sample.seconds - self.steps * run.step)
+        if not starts:
+            return self.expected_start_s
+        warm = starts[1:] or starts
+        return max(0.0, statistics.median(warm))
 
     def propose(self, left: float = math.inf) -> Candidate | None:
         """The next candidate, None at the end, with the reason in `stopped`.
@@ -258,19 +274,21 @@ class Search:
             return again
         seconds_left = f"{max(0.0, left):.0f} s are left"
         if worth:
+            seconds = self.trial_seconds(worth[0])
             self.stopped = (
                 f"the budget: {self._explain_choice(worth[0])} and not tried, because a trial of "
-                f"it takes about {self.trial_seconds(worth[0]):.0f} s and {seconds_left}: "
+                f"it takes about {seconds:.0f} s and {seconds_left}: "
                 "a larger --budget continues here"
             )
         elif ranked:
-            self.stopped = f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most"
+            gain, _ = ranked[0]
+            self.stopped = f"what is left could gain {max(0.0, gain):.1%} at most"
         else:
             self.stopped = "nothing is left that fits and was not tried"
         due = self._choose_repeat(math.inf)
         if due is not None:
-            needed = f"{due.why} takes about {self.trial_seconds(due):.0f} s"
-            self.stopped += f"; {needed}, {seconds_left}"
+            seconds = self.trial_seconds(due)
+            self.stopped += f"; {due.why} takes about {seconds:.0f} s, {seconds_left}"
         return None
 
     def _explain_unusable_base(self) -> str | None:
@@ -331,21 +349,22 @@ class Search:
                 if {name} <= set(candidate.differing(best)) <= allowed:
                     around.append(candidate)
             if name == "per_device":
-                # the next larger and the next smaller size
-                around.sort(key=lambda candidate: candidate.rows)
-                smaller = [candidate for candidate in around if candidate.rows < best.rows]
-                larger = around[len(smaller) :]
-                for candidate in (*smaller[-1:], *larger[:1]):
-                    yield name, candidate
+                chosen = _find_next_sizes(best, around)
+            else:
+                chosen = self._choose_values(name, around)
+            for candidate in chosen:
+                yield name, candidate
+
+    def _choose_values(self, name: str, around: Iterable[Candidate]) -> list[Candidate]:
+        """The fastest for each value of a lever that had no trial."""
+        fastest: dict[Item, Candidate] = {}
+        for candidate in around:
+            item = (name, candidate.settings[name])
+            if item in self.passed:
                 continue
-            fastest: dict[Item, Candidate] = {}
-            for candidate in around:
-                item = (name, candidate.settings[name])
-                if item not in fastest or candidate.speed > fastest[item].speed:
-                    fastest[item] = candidate
-            for item, candidate in fastest.items():
-                if item not in self.passed:
-                    yield name, candidate
+            if item not in fastest or candidate.speed > fastest[item].speed:
+                fastest[item] = candidate
+        return list(fastest.values())
 
     def _choose_repeat(self, left: float) -> Candidate | None:
         """The best or the file, until each was run `RUNS` times: A B, B A, A B."""
@@ -434,7 +453,7 @@ class Search:
             if not names:
                 return ""
             self.guilty.append(frozenset((name, settings[name]) for name in names))
-        words = ", ".join(describe_setting(name, settings[name]) for name in names)
+        words = _describe_settings(trial.candidate, names)
         together = " together" if len(names) > 1 else ""
         return f"; {words}: not tried again{together}"
 
@@ -442,7 +461,7 @@ class Search:
         """Levers that differ from the nearest setting that runs."""
         proved = [setting.candidate for setting in self.results.values() if setting.ok]
         nearest = min(proved or [self.base], key=lambda other: len(candidate.differing(other)))
-        names = [name for name in candidate.differing(nearest) if name in candidate.settings]
+        names = candidate.values_beside(nearest)
         if len(names) == 2 and "per_device" in names:
             # a micro-batch that fits comes with a lever
             names.remove("per_device")
@@ -450,9 +469,7 @@ class Search:
 
     def words(self, candidate: Candidate, other: Candidate) -> str:
         """What differs from another candidate, as text."""
-        settings = candidate.settings
-        names = [name for name in candidate.differing(other) if name in settings]
-        return ", ".join(describe_setting(name, settings[name]) for name in names)
+        return _describe_settings(candidate, candidate.values_beside(other))
 
     def _explain_choice(self, candidate: Candidate) -> str:
         best = self.best
@@ -469,6 +486,26 @@ class Search:
         peaks = [candidate.peak or 0.0 for candidate in self.grid.values()]
         too_large = sum(peak > self.limit for peak in peaks)
         return {"settings": len(self.grid), "too_large": too_large}
+
+
+def _describe_settings(candidate: Candidate, names: Iterable[str]) -> str:
+    """The values of these levers, as text."""
+    return ", ".join(describe_setting(name, candidate.settings[name]) for name in names)
+
+
+def _find_next_sizes(best: Candidate, around: Iterable[Candidate]) -> list[Candidate]:
+    """Those with the next smaller and the next larger micro-batch."""
+    by_rows = sorted(around, key=lambda candidate: candidate.rows)
+    smaller = [candidate for candidate in by_rows if candidate.rows < best.rows]
+    larger = by_rows[len(smaller) :]
+    return [*smaller[-1:], *larger[:1]]
+
+
+def _needs_less(candidate: Candidate, full: Candidate) -> bool:
+    """Whether the plan says less memory for a candidate than for one that ran out of it."""
+    if candidate.peak is None:
+        return candidate.rows < full.rows
+    return not full.peak or candidate.peak < full.peak
 
 
 def _scale_peak(runs: SettingRuns | Trial) -> float | None:

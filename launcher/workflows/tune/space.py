@@ -100,6 +100,10 @@ class Candidate:
     def differing(self, other: Candidate) -> list[str]:
         return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
 
+    def values_beside(self, other: Candidate) -> list[str]:
+        """The levers that have a value here, and not the same as in another candidate."""
+        return [name for name in self.differing(other) if name in self.settings]
+
 
 @dataclass(slots=True, kw_only=True)
 class Space:
@@ -142,10 +146,10 @@ class Space:
 
     def settings(self) -> Iterator[dict[str, Setting]]:
         """Every combination that can be split over the devices, the file's own among them."""
-        others = [lever for lever in self.levers if lever.name != "per_device"]
-        names = [lever.name for lever in others]
-        for values in itertools.product(*(lever.values for lever in others)):
-            chosen = dict(zip(names, values, strict=True))
+        choices = {lever.name: lever.values for lever in self.levers}
+        choices.pop("per_device", None)
+        for values in itertools.product(*choices.values()):
+            chosen = dict(zip(choices, values, strict=True))
             for settings in self._list_splits(chosen):
                 if settings == self.base or not self._packs_nothing(settings):
                     yield settings
@@ -211,14 +215,18 @@ class Space:
         if name == "attention":
             # a trainer that takes the best by itself has other names for it
             unnamed = expected is None and self.plan.stage.entry.best_attention
-            return None if unnamed or expected == "any" else _SPELT.get(str(value), str(value))
+            if unnamed or expected == "any":
+                return None
+            return _SPELT.get(str(value), str(value))
         if name not in SWITCHED or expected is None:
             return None
-        # what is turned on is proved even if the file does not care
-        if (expected in ("off", "any")) != value:
-            return None
         on, off = SWITCHED[name]
-        return on if value else off
+        # what is turned on is proved even if the file does not care
+        if value and expected in ("off", "any"):
+            return on
+        if not value and expected not in ("off", "any"):
+            return off
+        return None
 
     def _split_batch(self, settings: Settings) -> dict[str, Any]:
         plan = self.plan
@@ -252,16 +260,16 @@ class Space:
         for key, value in changed.items():
             if key.startswith("args."):
                 args[key.removeprefix("args.")] = value
-        batch = stage.options.batch
+        args = {name: value for name, value in args.items() if value is not None}
+        opts = stage.options
         if "batch.per_device" in changed or "batch.global" in changed:
-            was = batch or Batch()
+            was = opts.batch or Batch()
             total = changed.get("batch.global", was.total)
-            batch = Batch(total=total, per_device=changed.get("batch.per_device", was.per_device))
-        opts = replace(stage.options, batch=batch)
+            per_device = changed.get("batch.per_device", was.per_device)
+            opts = replace(opts, batch=Batch(total=total, per_device=per_device))
         zero = changed.get("deepspeed")
         if zero is not None:
             opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
-        args = {name: value for name, value in args.items() if value is not None}
         return replace(stage, args=args, options=opts, values=Values(stage.schema, args))
 
     def planned(self, settings: Settings) -> Plan:
@@ -304,7 +312,7 @@ class Space:
         rows = footprint.rows_of(plan, self.rows)
         return Footprint(plan=plan, shape=self.shape, rows=rows, attention=attention)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {"levers": [asdict(lever) for lever in self.levers], "fixed": dict(self.fixed)}
 
 
@@ -330,8 +338,8 @@ def _choose_attention(space: Space) -> Choice:
     if "attn_implementation" not in plan.values:
         if not plan.gpus:
             return None
-        word = "is" if has_flash else "is not"
-        return f"upstream takes the best that is installed; flash-attn {word} installed"
+        state = "is installed" if has_flash else "is not installed"
+        return f"upstream takes the best that is installed; flash-attn {state}"
     if not plan.gpus:
         return "the CPU has one"
     if plan.stage.options.attention:
@@ -339,8 +347,9 @@ def _choose_attention(space: Space) -> Choice:
     if isinstance(plan.values.get("model_init_kwargs"), str | dict):
         return "`model_init_kwargs` may set it"
     plain, flash = entry.attentions
-    best = flash if has_flash and entry.best_attention else plain
-    now = plan.values["attn_implementation"] or best
+    now = plan.values["attn_implementation"]
+    if not now:
+        now = flash if has_flash and entry.best_attention else plain
     if now not in entry.attentions:
         return f"`attn_implementation: {now}` is the file's own choice"
     if not has_flash:
@@ -385,8 +394,10 @@ def _choose_packing(space: Space) -> Choice:
 def _keeps_tokens(space: Space, limit: int, *, packed: bool) -> bool:
     """Whether rounding to whole rows leaves about as many tokens a step as there were."""
     row = min(space.rows.mean, limit)
-    tokens_before = space.plan.global_batch * (row if packed else limit)
-    tokens = space.total_rows({"packing": packed}) * (limit if packed else row)
+    length_before = row if packed else limit
+    length = limit if packed else row
+    tokens_before = space.plan.global_batch * length_before
+    tokens = space.total_rows({"packing": packed}) * length
     return abs(tokens / tokens_before - 1) <= _ROUNDING
 
 
@@ -453,13 +464,13 @@ def _choose_deepspeed(space: Space) -> Choice:
         return f"`{now}` is a file of your own: `deepspeed: zero2` would be tuned"
     if plan.values.get("use_qlora") or plan.values.get("load_in_4bit"):
         return "quantised weights are not sharded"
-    values: tuple[str, ...] = DEEPSPEED
+    values = list(DEEPSPEED)
     if plan.processes == 1:
         # it sends nothing, and its gradients are whole under every stage
-        values = ("zero2", "zero2_fp32_comm", "zero3_offload")
-    return Lever(
-        name="deepspeed", key="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now)))
-    )
+        values = ["zero2", "zero2_fp32_comm", "zero3_offload"]
+    if now not in values:
+        values.append(now)
+    return Lever(name="deepspeed", key="deepspeed", now=now, values=tuple(values))
 
 
 def describe_setting(name: str, value: Setting) -> str:
@@ -468,7 +479,9 @@ def describe_setting(name: str, value: Setting) -> str:
     if name in ("deepspeed", "attention"):
         return str(value)
     word = "Liger" if name == "liger" else name
-    return word if value else f"no {word}"
+    if value:
+        return word
+    return f"no {word}"
 
 
 def write(
@@ -476,9 +489,32 @@ def write(
 ) -> None:
     """Write the stage file of a setting, with `head` as its comment. Raises NotReady.
 
-    It extends the file that was tuned and holds what differs, the overrides of the command line
-    (`requested`) included. Files of other shapes cannot be extended: of those the whole stage is
-    written.
+    `requested` are the overrides of the command line, which it includes.
+    """
+    redactor = space.plan.redactor
+    # a path may hold what ends a comment
+    lines = [_LINE_ENDS.sub(" ", line) for line in redactor.redact(head)]
+    values = redactor.redact(_collect_keys(place, space, settings, requested))
+    body = yaml.safe_dump(
+        escape_interpolation(values), sort_keys=False, allow_unicode=True, width=100
+    )
+    comment = "\n# ".join(lines)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(place, f"{MARK}{comment}\n{body}")
+    except OSError as error:
+        message = f"the stage file cannot be written: {error.strerror}"
+        raise not_ready(
+            "unwritable-file", message, "another name with -o", file=str(place)
+        ) from None
+
+
+def _collect_keys(
+    place: Path, space: Space, settings: Settings, requested: Sequence[str]
+) -> dict[str, Any]:
+    """The keys of a stage file that extends the tuned one, by what differs.
+
+    A file of another shape cannot be extended: of that the whole stage is written.
     """
     stage = space.plan.stage
     source = stage.config.path
@@ -495,26 +531,11 @@ def write(
         values.pop("num_gpus", None)
         values["args"] = dict(tuned.args)
     zero = stage.options.deepspeed
-    if (
-        zero is not None
-        and stage.options.deepspeed_name not in DEEPSPEED
-        and "deepspeed" not in settings
-    ):
+    ships_with_launch = stage.options.deepspeed_name in DEEPSPEED
+    if zero is not None and not ships_with_launch and "deepspeed" not in settings:
         # a file beside the old stage file is not beside this one
         values["deepspeed"] = _make_relative(zero, place)
-    redactor = stage.config.redactor
-    # a path may hold what ends a comment
-    lines = [_LINE_ENDS.sub(" ", line) for line in redactor.redact(head)]
-    shown = escape_interpolation(redactor.redact(values))
-    body = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(place, MARK + "\n# ".join(lines) + "\n" + body)
-    except OSError as error:
-        message = f"the stage file cannot be written: {error.strerror}"
-        raise not_ready(
-            "unwritable-file", message, "another name with -o", file=str(place)
-        ) from None
+    return values
 
 
 def require_own(place: Path, source: Path) -> None:

@@ -77,8 +77,7 @@ class Tuning:
                     continue
                 if sample.cause == "timeout" and has_more_time:
                     continue
-                settings = {**self.space.base, **data["settings"]}
-                candidate = self.space.candidate(settings)
+                candidate = self.space.candidate({**self.space.base, **data["settings"]})
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
                 self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -91,8 +90,7 @@ class Tuning:
         measured = [run.candidate for run in self.search.runs if run.ok]
         if measured and measured[0].key != candidate.key:
             reference = self._list_samples(measured[0])
-        trial = judge_candidate(candidate, samples, reference)
-        return self.search.learn(trial)
+        return self.search.learn(judge_candidate(candidate, samples, reference))
 
     def _list_samples(self, candidate: Candidate) -> list[Sample]:
         """The samples of the trials of a setting that ran to their end."""
@@ -146,7 +144,7 @@ class Tuning:
             proposed=None if chosen is None else chosen.name,
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         best = self.chosen
         rows = self.space.rows
         return {
@@ -170,11 +168,11 @@ class Tuning:
             "trials": [self._render_trial(run) for run in self.search.runs],
             "best": None if best is None else self._render_best(best),
             "proposal": None if self.place is None else str(self.place),
-            "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
+            "bench": [row.as_json() for row in self.bench().rows],
             "folder": str(self.folder),
         }
 
-    def _render_trial(self, trial: Trial) -> dict[str, Any]:
+    def _render_trial(self, trial: Trial) -> dict[str, object]:
         candidate = trial.candidate
         return {
             "name": trial.sample.variant,
@@ -196,7 +194,7 @@ class Tuning:
             "sample": trial.sample.as_json(),
         }
 
-    def _render_best(self, best: SettingRuns) -> dict[str, Any]:
+    def _render_best(self, best: SettingRuns) -> dict[str, object]:
         row = self.row(best)
         first = self.search.first
         as_written = None
@@ -285,17 +283,18 @@ def _find_smallest_card(resolved: Facts) -> Card:
         return CPU
     look = resolved.look or devices.survey_devices(os.environ)
     chosen = _choose_gpus(replace(resolved, look=replace(look, uses={})))
-    slots = chosen.slots if chosen else ()
-    if not slots:
+    if chosen is None or not chosen.slots:
         return CPU
-    memory = [slot.gpu.memory_mib / 1024 for slot in slots if slot.gpu.memory_mib]
-    return card_of(slots[0].gpu.name, min(memory, default=None))
+    memory = [slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib]
+    return card_of(chosen.slots[0].gpu.name, min(memory, default=None))
 
 
 def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
     """The attention that the file as written uses on this machine."""
+    if not plan.gpus:
+        return "sdpa"
     takes_best = plan.values.get("attn_implementation") is None and plan.stage.entry.best_attention
-    if not plan.gpus or (takes_best and "flash-attn" not in packages):
+    if takes_best and "flash-attn" not in packages:
         return "sdpa"
     return footprint.attention_of(plan)
 
@@ -383,8 +382,10 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
             return
         show(f"trial {len(search.runs) + 1}: {candidate.why}")
         trial = _try_candidate(tuning, candidate, left)
-        speed = f"{trial.speed:,.0f} tokens/s per GPU, " if trial.speed else ""
-        show(f"  {speed}{trial.learned} ({trial.sample.seconds:.0f} s)")
+        outcome = f"{trial.learned} ({trial.sample.seconds:.0f} s)"
+        if trial.speed:
+            outcome = f"{trial.speed:,.0f} tokens/s per GPU, {outcome}"
+        show(f"  {outcome}")
         tuning.write()
 
 
@@ -392,8 +393,11 @@ def _try_candidate(tuning: Tuning, candidate: Candidate, timeout_s: float) -> Tr
     search = tuning.search
     start = time.monotonic()
     earlier = search.runs_of(candidate)
-    words = search.words(candidate, search.base) or AS_WRITTEN
-    name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
+    if earlier:
+        name = earlier[0].sample.variant
+    else:
+        words = search.words(candidate, search.base) or AS_WRITTEN
+        name = f"{len(search.runs) + 1}: {words}"
     overrides = tuning.space.overrides(candidate.settings)
     sample = measure.measure(
         tuning.resolved,
@@ -456,13 +460,16 @@ def judge_candidate(
 def _describe_search(tuning: Tuning) -> list[str]:
     levers = []
     for lever in tuning.space.levers:
-        levers.append(f"{lever.name} ({', '.join(map(_format_value, lever.values))})")
+        values = ", ".join(map(_format_value, lever.values))
+        levers.append(f"{lever.name} ({values})")
     counts = tuning.search.summary()
     card = tuning.space.card
-    room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
+    device = card.name or "this GPU"
+    if card.gib is not None:
+        device += f" of {card.gib:.0f} GiB"
     lines = [
         f"levers: {'; '.join(levers)}",
-        f"{counts['settings']} settings on {card.name or 'this GPU'}{room}; the plan leaves out "
+        f"{counts['settings']} settings on {device}; the plan leaves out "
         f"{counts['too_large']} that do not fit",
         f"rows: {tuning.space.rows.source}",
     ]

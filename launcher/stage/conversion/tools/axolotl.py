@@ -8,7 +8,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import SourceSetting, is_off, is_on
+from launcher.stage.conversion.settings import SourceSetting, as_list, is_off, is_on, value_or
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 _OF_MODEL = "transformers tells it from the model"
@@ -52,9 +52,6 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = {
 
 def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a file of Axolotl's."""
-    rl = ledger.recipe.get("rl")
-    if rl is not None:
-        ledger.point(rl, "stage")
     _carry_data(ledger)
     _carry_adapter(ledger)
     _carry_precision(ledger)
@@ -70,7 +67,7 @@ def convert(ledger: ConversionLedger) -> None:
     _carry_tokens(ledger)
     _carry_recomputation(ledger)
     templates.settle(ledger)
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     names.carry_rest(ledger, names.AXOLOTL, _REASONS, _UNNEEDED)
     ledger.draft.add_defaults(_DEFAULTS)
@@ -80,13 +77,15 @@ def _carry_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("datasets")
     if setting is None:
         return
-    values = setting.value if isinstance(setting.value, list) else [setting.value]
-    entries = [value if isinstance(value, Mapping) else {"path": value} for value in values]
     mixture = SourceData(setting=setting)
-    data_sets.set_aside(ledger, mixture, "val_set_size")
-    for entry in entries:
+    data_sets.read_test_size(ledger, mixture, "val_set_size")
+    entries: list[Mapping[str, Any]] = []
+    for entry in as_list(setting.value):
+        if not isinstance(entry, Mapping):
+            entry = {"path": entry}
+        entries.append(entry)
         mixture.sets.append(_build_data_set(entry, ledger))
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     _require_forms(ledger, setting, entries)
     _carry_mask(ledger, setting, entries)
 
@@ -159,9 +158,8 @@ def _carry_adapter(ledger: ConversionLedger) -> None:
         ledger.leave(setting, reason, matters=not is_off(setting.value))
         return
     ledger.carry(setting, "use_peft", value=True)
-    dropout = ledger.take("lora_dropout") or setting
-    value = 0.0 if dropout is setting else dropout.value
-    ledger.carry(dropout, "lora_dropout", value or 0.0)
+    dropout = ledger.take("lora_dropout")
+    ledger.carry(dropout or setting, "lora_dropout", value_or(dropout, None) or 0.0)
     if kind == "qlora":
         ledger.carry(setting, "load_in_4bit", value=True)
         ledger.carry(setting, "use_bnb_nested_quant", value=True)
@@ -198,7 +196,7 @@ def _carry_plugins(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     others = []
-    for plugin in setting.value if isinstance(setting.value, list) else [setting.value]:
+    for plugin in as_list(setting.value):
         if "liger" in str(plugin).lower():
             ledger.carry(setting, "use_liger_kernel", value=True)
         else:

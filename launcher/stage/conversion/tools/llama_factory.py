@@ -12,13 +12,19 @@ from launcher.files import read_bytes
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import SourceSetting, find_near, is_off, is_on, words
+from launcher.stage.conversion.settings import (
+    SourceSetting,
+    find_near,
+    is_off,
+    is_on,
+    value_or,
+    words,
+)
 
-_TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
 _STARTS = "launch starts the processes itself"
 _REASONS: Mapping[str, str] = {
-    "template": _TEMPLATE,
+    "template": templates.BY_NAME,
     "mix_strategy": _SETS,
     "interleave_probs": _SETS,
     "loraplus_lr_ratio": "TRL has no LoRA+",
@@ -42,9 +48,6 @@ _MOST_BYTES = 2**22
 
 def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a file or command line of LLaMA-Factory."""
-    stage = ledger.recipe.get("stage")
-    if stage is not None:
-        ledger.point(stage, "stage")
     _carry_data(ledger)
     _carry_method(ledger)
     _carry_quantization(ledger)
@@ -56,7 +59,7 @@ def convert(ledger: ConversionLedger) -> None:
     if pure is not None:
         ledger.carry(pure, "dtype", "bfloat16")
     templates.settle(ledger)
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     names.carry_rest(ledger, names.LLAMA_FACTORY, _REASONS, _UNNEEDED)
     ledger.draft.add_defaults(_DEFAULTS)
@@ -67,10 +70,10 @@ def _carry_data(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     folder = ledger.take("dataset_dir")
-    place = str(folder.value) if folder is not None else "data"
+    place = str(value_or(folder, "data"))
     info = _read_dataset_info(ledger, place)
     mixture = SourceData(setting=setting)
-    data_sets.set_aside(ledger, mixture, "val_size")
+    data_sets.read_test_size(ledger, mixture, "val_size")
     unknown: list[str] = []
     forms: set[str] = set()
     for name in words(setting.value):
@@ -84,9 +87,11 @@ def _carry_data(ledger: ConversionLedger) -> None:
                 unknown.append(name)
         mixture.sets.append(data)
     data_sets.limit_rows(ledger, mixture, "max_samples")
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     if folder is not None:
-        reason = "the paths of `datasets` hold it" if info else "no dataset_info.json is in it here"
+        reason = "no dataset_info.json is in it here"
+        if info:
+            reason = "the paths of `datasets` hold it"
         ledger.leave(folder, reason, matters=False)
     if unknown:
         noun = "a name" if len(unknown) == 1 else "names"
@@ -151,18 +156,12 @@ def _carry_method(ledger: ConversionLedger) -> None:
     if setting is not None and isinstance(setting.value, Mapping):
         _carry_method_of_mapping(ledger, setting)
         return
-    kind = "lora" if setting is None else str(setting.value)
     about = setting or ledger.take("lora_rank", "lora_target", "dataset", "model_name_or_path")
-    if setting is not None and kind == "full":
-        ledger.leave(setting, "all weights are trained, as without LoRA here", matters=False)
+    if about is None or not names.trains_lora(ledger, setting):
         return
-    if setting is not None and kind != "lora":
-        ledger.leave(setting, f"`{kind}`: TRL trains all weights, or LoRA")
-        return
-    if about is None:
-        return
+    # `about` may be the rank, and nothing takes a setting that is carried
     rank_setting = ledger.take("lora_rank")
-    rank = 8 if rank_setting is None else rank_setting.value
+    rank = value_or(rank_setting, 8)
     ledger.carry(about, "use_peft", value=True)
     ledger.carry(rank_setting or about, "lora_r", rank)
     alpha = ledger.take("lora_alpha")
@@ -171,13 +170,16 @@ def _carry_method(ledger: ConversionLedger) -> None:
     elif isinstance(rank, int):
         ledger.carry(about, "lora_alpha", 2 * rank, note="the default there: twice the rank")
     dropout = ledger.take("lora_dropout")
-    ledger.carry(dropout or about, "lora_dropout", 0.0 if dropout is None else dropout.value)
+    ledger.carry(dropout or about, "lora_dropout", value_or(dropout, 0.0))
     target = ledger.take("lora_target")
     modules = ["all-linear"]
     if target is not None:
         modules = names.spell("lora_target_modules", str(target.value))
     ledger.carry(target or about, "lora_target_modules", modules)
     ledger.carry(about, "dtype", "bfloat16", note="the base model's type there")
+
+
+_LORA_NUMBERS = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 
 
 def _carry_method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None:
@@ -187,9 +189,9 @@ def _carry_method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -
         ledger.leave(setting, f"`{content.get('name')}`: TRL trains all weights, or LoRA")
         return
     ledger.carry(setting, "use_peft", value=True)
-    for key in ("r", "lora_alpha", "lora_dropout"):
+    for key, target in _LORA_NUMBERS.items():
         if isinstance(content.get(key), int | float):
-            ledger.carry(setting, "lora_r" if key == "r" else key, content[key])
+            ledger.carry(setting, target, content[key])
     if content.get("target_modules"):
         modules = names.spell("lora_target_modules", content["target_modules"])
         ledger.carry(setting, "lora_target_modules", modules)

@@ -37,7 +37,7 @@ def convert(ledger: ConversionLedger) -> None:
     _carry_report(ledger)
     _carry_recomputation(ledger)
     for setting in ledger.recipe.settings:
-        ledger.by_name(setting, names, {}, _UNNEEDED)
+        ledger.carry_by_name(setting, names, {}, _UNNEEDED)
     for key in ("push_to_hub", "try_launch_beaker_eval_jobs"):
         if key in ledger.schema.fields and ledger.recipe.get(key) is None:
             note = "launch's choice: upstream's default uploads"
@@ -49,7 +49,9 @@ def _carry_data(ledger: ConversionLedger) -> None:
     target = ledger.entry.names.data
     if setting is not None:
         value = setting.value
-        ledger.carry(setting, target, value.split() if isinstance(value, str) else value)
+        if isinstance(value, str):
+            value = value.split()
+        ledger.carry(setting, target, value)
     for key in ("dataset_mixer", "dataset_name", "train_file"):
         other = ledger.take(key)
         if other is None or is_off(other.value):
@@ -64,13 +66,15 @@ def _list_mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     if isinstance(setting.value, Mapping):
         listed: list[Any] = []
         for name, amount in setting.value.items():
-            # 1 is the whole set there, and one row as a word of the list
-            listed += [str(name), 1.0 if amount == 1 else amount]
+            if amount == 1:
+                # the whole set there, and one row as a word of the list
+                amount = 1.0
+            listed += [str(name), amount]
         return listed
     path = str(setting.value)
     if data_sets.is_file(path):
         path = data_sets.local_path(path, ledger.recipe)
-        path = local_rows.readable(path, setting, ledger)
+        path = local_rows.find_readable(path, setting, ledger)
     return [path, 1.0]
 
 

@@ -10,6 +10,7 @@ from launcher.stage.conversion import data_sets, names, sharding, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Recipe, is_on, words
+from launcher.stage.options import Batch
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
     "tokenizer_chat_template": "TRL takes the template of the tokenizer",
@@ -52,7 +53,9 @@ _SWIFT_DEFAULTS: Mapping[str, Any] = {
 def flatten_openrlhf(recipe: Recipe) -> None:
     """Newer names have a section in front: `--data.max_len` is `--max_len`."""
     for index, setting in enumerate(recipe.settings):
-        key = "eval_steps" if setting.key == "eval.steps" else setting.key.rpartition(".")[2]
+        key = setting.key.rpartition(".")[2]
+        if setting.key == "eval.steps":
+            key = "eval_steps"
         recipe.settings[index] = replace(setting, key=key)
 
 
@@ -75,7 +78,7 @@ def convert_openrlhf(ledger: ConversionLedger) -> None:
     fields = ledger.schema.fields
     if packing is not None and "packing" not in fields and "padding_free" in fields:
         ledger.carry(packing, "padding_free", value=is_on(packing.value))
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     names.carry_rest(ledger, names.OPENRLHF, _OPENRLHF_REASONS, _OPENRLHF_UNNEEDED)
 
@@ -87,7 +90,7 @@ def _carry_openrlhf_batch(ledger: ConversionLedger) -> None:
     if whole is None or each is None:
         return
     if isinstance(whole.value, int) and isinstance(each.value, int):
-        ledger.draft.batch = (whole.value, each.value)
+        ledger.draft.batch = Batch(total=whole.value, per_device=each.value)
         ledger.point(whole, "batch.global")
         ledger.point(each, "batch.per_device")
 
@@ -97,15 +100,16 @@ def _carry_openrlhf_data(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     split = ledger.take("dataset_split", "train_split")
-    name_of_split = None if split is None else str(split.value)
     mixture = SourceData(setting=setting)
+    name_of_split = None
+    if split is not None:
+        name_of_split = str(split.value)
+        mixture.also.append(split)
     for text in words(setting.value):
         path, _, _ = text.partition("@")
         mixture.sets.append(DataSet(path=path, split=name_of_split))
-    if split is not None:
-        mixture.also.append(split)
     data_sets.limit_rows(ledger, mixture, "max_samples")
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     keys = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key")
     if _leave_columns(ledger, keys) and "completion_only_loss" in ledger.schema.fields:
         data_sets.mask_questions(ledger, setting, "OpenRLHF's loss counts answers alone")
@@ -131,18 +135,14 @@ def convert_swift(ledger: ConversionLedger) -> None:
     _carry_swift_data(ledger)
     method = ledger.take("train_type", "tuner_type", "sft_type")
     about = method or ledger.take("lora_rank", "target_modules", "model", "model_id_or_path")
-    if method is not None and str(method.value) == "full":
-        ledger.leave(method, "all weights are trained, as without LoRA here", matters=False)
-    elif method is not None and str(method.value) != "lora":
-        ledger.leave(method, f"`{method.value}`: TRL trains all weights, or LoRA")
-    elif about is not None:
+    if about is not None and names.trains_lora(ledger, method):
         ledger.carry(about, "use_peft", value=True, note="LoRA is ms-swift's default")
         _add_lora_defaults(ledger)
     bits = ledger.take("quant_bits", "quantization_bit")
     if bits is not None and bits.value in (4, 8):
         ledger.carry(bits, f"load_in_{bits.value}bit", value=True)
     templates.settle(ledger)
-    names.warmup(ledger)
+    names.carry_warmup(ledger)
     data_sets.settle_evaluation(ledger)
     is_by_steps = ledger.recipe.get("eval_steps") is not None
     has_strategy = ledger.recipe.get("eval_strategy") is not None
@@ -165,15 +165,17 @@ def _carry_swift_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset")
     if setting is None:
         return
-    values = setting.value if isinstance(setting.value, list) else str(setting.value).split()
+    values = setting.value
+    if not isinstance(values, list):
+        values = str(values).split()
     mixture = SourceData(setting=setting)
-    data_sets.set_aside(ledger, mixture, "split_dataset_ratio")
+    data_sets.read_test_size(ledger, mixture, "split_dataset_ratio")
     for text in values:
-        data = data_sets.of_text(str(text))
+        data = data_sets.parse_data_set(str(text))
         if data_sets.is_file(data.path):
             data = replace(data, path=data_sets.local_path(data.path, ledger.recipe))
         mixture.sets.append(data)
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     advice = "TRL needs `messages`, or pairs; `launch data convert` makes them"
     ledger.check(setting, f"ms-swift makes rows of many forms: {advice}")
     if "assistant_only_loss" in ledger.schema.fields and _masks_questions(ledger):
@@ -209,7 +211,7 @@ def convert_verl(ledger: ConversionLedger) -> None:
         size = 256
         if whole is not None and isinstance(whole.value, int):
             size = whole.value
-        ledger.draft.batch = (size, each.value)
+        ledger.draft.batch = Batch(total=size, per_device=each.value)
         ledger.point(each, "batch.per_device")
         if whole is not None:
             ledger.point(whole, "batch.global")
@@ -230,7 +232,7 @@ def _carry_verl_data(ledger: ConversionLedger) -> None:
     for path in words(str(setting.value).strip("[]")):
         local = data_sets.local_path(path.strip("'\""), ledger.recipe)
         mixture.sets.append(DataSet(path=local))
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     sides = ("prompt", "response")
     keys = [f"data.{side}_{kind}" for kind in ("key", "dict_keys") for side in sides]
     _leave_columns(ledger, keys)

@@ -86,7 +86,9 @@ def flatten(recipe: Recipe) -> None:
     for setting in recipe.settings:
         if setting.key in _SECTIONS and isinstance(setting.value, Mapping):
             for name, value in setting.value.items():
-                key = setting.key if name == "_component_" else f"{setting.key}.{name}"
+                key = setting.key
+                if name != "_component_":
+                    key = f"{key}.{name}"
                 flat.append(_change_setting(setting, key, value))
         else:
             flat.append(setting)
@@ -98,7 +100,10 @@ def flatten(recipe: Recipe) -> None:
 
 
 def _change_setting(setting: SourceSetting, key: str, value: Any) -> SourceSetting:
-    written = setting.written if setting.written.startswith("-") else key
+    """A setting under another key; a flag stays as it was written."""
+    written = key
+    if setting.written.startswith("-"):
+        written = setting.written
     return replace(setting, key=key, value=value, written=written)
 
 
@@ -157,7 +162,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
     if isinstance(component.value, list):
         _carry_several(ledger, component)
         return
-    data_sets.write(ledger, _read_mixture(ledger, component))
+    data_sets.carry_sets(ledger, _read_mixture(ledger, component))
     _carry_mask(ledger, component)
 
 
@@ -176,11 +181,9 @@ def _read_mixture(ledger: ConversionLedger, component: SourceSetting) -> SourceD
         path = f"{PLACEHOLDER}_{builder}"
         ledger.check(component, f"write the data set: launch does not know what `{builder}` loads")
     if builder in _SETS:
-        needs = (
-            "`chosen` and `rejected`"
-            if _SETS[builder][1]
-            else "`messages`, or `prompt` and `completion`"
-        )
+        needs = "`messages`, or `prompt` and `completion`"
+        if _SETS[builder][1]:
+            needs = "`chosen` and `rejected`"
         ledger.check(component, f"`{builder}` makes rows of {path}: TRL needs rows with {needs}")
     elif not path.startswith(PLACEHOLDER):
         ledger.check(component, f"how `{builder}` makes rows {_NOT_APPLIED}")
@@ -198,7 +201,9 @@ def _carry_several(ledger: ConversionLedger, component: SourceSetting) -> None:
     """A list of components, which torchtune joins."""
     mixture = SourceData(setting=component)
     for entry in component.value:
-        content = entry if isinstance(entry, Mapping) else {}
+        content: Mapping[str, Any] = {}
+        if isinstance(entry, Mapping):
+            content = entry
         builder = str(content.get("_component_", "")).rpartition(".")[2]
         default, _ = _SETS.get(builder, (f"{PLACEHOLDER}_{builder}", False))
         data = DataSet(
@@ -207,7 +212,7 @@ def _carry_several(ledger: ConversionLedger, component: SourceSetting) -> None:
             files=content.get("data_files"),
         )
         mixture.sets.append(data)
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
     ledger.check(component, f"how torchtune's builders make rows {_NOT_APPLIED}")
 
 

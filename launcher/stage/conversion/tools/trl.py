@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, value_or, words
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 REASONS: Mapping[str, str] = {
@@ -29,14 +29,12 @@ UNNEEDED: Mapping[str, str] = {
     "lazy_preprocess": "TRL prepares the rows before it trains",
     "use_fast_tokenizer": "transformers takes the fast tokenizer",
 }
-_TEMPLATE = "TRL takes the template of the tokenizer"
-_TEMPLATE_PATH = f"{_TEMPLATE}; `chat_template_path` names another one"
 _OWN_REASONS: Mapping[str, str] = {
     **REASONS,
     **dict.fromkeys(
         "conversation_template template conv_template prompt_template_name prompt_type "
         "conv_type".split(),
-        _TEMPLATE,
+        "TRL takes the template of the tokenizer",
     ),
     **dict.fromkeys(
         "eval_data_path validation_file validation_file_dir eval_file val_file eval_dir "
@@ -44,8 +42,8 @@ _OWN_REASONS: Mapping[str, str] = {
         data_sets.EVALUATES_ON_A_PART,
     ),
     "cache_dir": "set HF_HOME where it runs",
-    "chat_template_format": _TEMPLATE_PATH,
-    "template_path": _TEMPLATE_PATH,
+    "chat_template_format": templates.BY_NAME,
+    "template_path": templates.BY_NAME,
 }
 _DATA = (
     "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
@@ -64,9 +62,9 @@ def convert(ledger: ConversionLedger) -> None:
 
 def _settle_common(ledger: ConversionLedger) -> None:
     templates.settle(ledger)
-    names.warmup(ledger)
-    names.lora(ledger)
-    names.reentrant(ledger)
+    names.carry_warmup(ledger)
+    names.carry_lora(ledger)
+    names.carry_reentrant(ledger)
     data_sets.settle_evaluation(ledger)
 
 
@@ -81,7 +79,7 @@ def _carry_sets(ledger: ConversionLedger) -> None:
     if data_sets.is_file(named.value):
         path = data_sets.local_path(named.value, ledger.recipe)
         data = DataSet(path=path)
-        data_sets.write(ledger, SourceData(setting=named, sets=[data]))
+        data_sets.carry_sets(ledger, SourceData(setting=named, sets=[data]))
 
 
 def convert_handbook(ledger: ConversionLedger) -> None:
@@ -102,8 +100,8 @@ def _carry_mixture(ledger: ConversionLedger) -> None:
     for item in content.get("datasets") or ():
         if isinstance(item, Mapping):
             mixture.sets.append(_build_data_set(item))
-    data_sets.write(ledger, mixture)
-    data_sets.advise(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
+    data_sets.check_shares(ledger, mixture)
     if content.get("seed") is not None:
         seed = f"`seed: {content['seed']}` of the mixture"
         ledger.check(setting, f"{seed} is not carried: TRL shuffles with `seed`")
@@ -120,7 +118,9 @@ def _build_data_set(item: Mapping[str, Any]) -> DataSet:
 
 
 def _read_share(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return float(value)
+    return None
 
 
 def _carry_mixer(ledger: ConversionLedger) -> None:
@@ -130,27 +130,34 @@ def _carry_mixer(ledger: ConversionLedger) -> None:
         return
     splits = ledger.take("dataset_splits")
     configs = ledger.take("dataset_configs")
-    split_names = words(splits.value) if splits is not None else ["train", "test"]
-    train = [name for name in split_names if "train" in name]
-    test = [name for name in split_names if "test" in name]
-    if not train:
-        train = [name for name in split_names if name not in test] or ["train"]
-    config_names: list[str | None] = [*words(configs.value)] if configs is not None else []
+    split_names = words(value_or(splits, ["train", "test"]))
+    train = _choose_train_splits(split_names)
+    config_names: list[str | None] = [*words(value_or(configs, []))]
     mixture = SourceData(setting=setting)
     for (path, share), config in itertools.zip_longest(setting.value.items(), config_names):
         for split in train:
             data = DataSet(path=str(path), name=config, split=split, share=_read_share(share))
             mixture.sets.append(data)
+    test: list[str] = []
+    if _evaluates(ledger):
+        test = [name for name in split_names if "test" in name]
     is_single = len(mixture.sets) == 1 and mixture.sets[0].share in (None, 1.0)
-    evaluates = _evaluates(ledger)
-    if is_single and test and evaluates:
+    if is_single and test:
         mixture.test_split = test[0]
     mixture.also += filter(None, [splits, configs])
-    data_sets.write(ledger, mixture)
-    data_sets.advise(ledger, mixture)
-    if test and evaluates and not is_single and splits is not None:
+    data_sets.carry_sets(ledger, mixture)
+    data_sets.check_shares(ledger, mixture)
+    if test and not is_single and splits is not None:
         split_off = "of several sets TRL's script splits off `test_split_size`"
         ledger.check(splits, f"{', '.join(test)} is not evaluated: {split_off}")
+
+
+def _choose_train_splits(names: Sequence[str]) -> list[str]:
+    """The splits whose names say training, else those that do not say test."""
+    train = [name for name in names if "train" in name]
+    if not train:
+        train = [name for name in names if "test" not in name]
+    return train or ["train"]
 
 
 def _evaluates(ledger: ConversionLedger) -> bool:
@@ -176,7 +183,7 @@ def convert_own(ledger: ConversionLedger) -> None:
     loss = ledger.take("loss", "loss_name")
     if loss is not None and str(loss.value).lower() == ledger.draft.stage:
         ledger.point(loss, "stage")
-    names.bits(ledger)
+    names.carry_bits(ledger)
     setting = ledger.take(*_DATA)
     if setting is not None:
         _carry_own_data(ledger, setting)
@@ -192,24 +199,27 @@ def _carry_own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if not isinstance(values, list):
         values = words(str(values).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
-    train, test, *_ = [*([] if splits is None else words(splits.value)), None, None]
+    # the split to train on and, if there is one, the split to evaluate on
+    train, test, *_ = [*words(value_or(splits, [])), None, None]
     mixture = SourceData(setting=setting)
     for value in values:
-        path = str(value.get("path")) if isinstance(value, Mapping) else str(value)
+        if isinstance(value, Mapping):
+            value = value.get("path")
+        path = str(value)
         if data_sets.is_file(path):
             path = data_sets.local_path(path, ledger.recipe)
         mixture.sets.append(DataSet(path=path, split=train))
     if _evaluates(ledger):
         mixture.test_split = test
     shares = ("val_set_size", "split_dataset_ratio", "eval_split_ratio")
-    data_sets.set_aside(ledger, mixture, *shares, "validation_split_percentage")
+    data_sets.read_test_size(ledger, mixture, *shares, "validation_split_percentage")
     share = mixture.test_setting
     if share is not None and share.key not in shares:
         mixture.test_size = share.value / 100
     data_sets.limit_rows(ledger, mixture, *_LIMITS)
     if splits is not None:
         mixture.also.append(splits)
-    data_sets.write(ledger, mixture)
+    data_sets.carry_sets(ledger, mixture)
 
 
 _LIMITS = ("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,16 @@ def commands() -> list[str]:
     """The lines of the page's bash blocks, in their order: a later one may need what an earlier one
     wrote.
     """
-    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    return [line for block in blocks for line in block.splitlines()]
+    lines = []
+    for block in blocks("bash"):
+        lines += block.splitlines()
+    return lines
+
+
+def blocks(language: str) -> list[str]:
+    """The page's blocks of code in this language."""
+    text = PAGE.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
 def is_preview(line: str) -> bool:
@@ -41,21 +49,39 @@ def chat(number: int, answer: str = "yes") -> list[dict[str, str]]:
     ]
 
 
-def write_lines(path: Path, rows: Iterable[object]) -> None:
+MakeRow = Callable[[int], Mapping[str, object]]
+
+
+def write_lines(path: Path, make_row: MakeRow) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = [json.dumps(make_row(number)) for number in range(COUNT)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_array(path: Path, rows: Iterable[object]) -> None:
+def write_array(path: Path, make_row: MakeRow, count: int = COUNT) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*rows]), encoding="utf-8")
+    rows = [make_row(number) for number in range(count)]
+    path.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def write_csv(path: Path, names: list[str], rows: Iterable[list[str]]) -> None:
+def write_csv(path: Path, make_row: MakeRow) -> None:
     with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(names)
-        writer.writerows(rows)
+        writer = csv.DictWriter(stream, make_row(0).keys())
+        writer.writeheader()
+        for number in range(COUNT):
+            writer.writerow(make_row(number))
+
+
+def messages(number: int) -> dict[str, object]:
+    return {"messages": chat(number)}
+
+
+def messages_as_text(number: int) -> dict[str, object]:
+    return {"messages": json.dumps(chat(number))}
+
+
+def faq(number: int) -> dict[str, object]:
+    return {"question": f"question {number}", "answer": "yes"}
 
 
 def alpaca(number: int) -> dict[str, str]:
@@ -81,28 +107,21 @@ def ultrafeedback(number: int) -> dict[str, object]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    numbers = range(COUNT)
     checkout = find_checkout()
     if checkout is not None:
         monkeypatch.setenv("LAUNCH_OPEN_INSTRUCT", str(checkout))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     work = tmp_path / "work"
-    write_lines(work / "data/chats.jsonl", [{"messages": chat(number)} for number in numbers])
-    write_lines(work / "pairs/train.jsonl", map(whole_pair, numbers))
-    write_array(work / "alpaca.json", map(alpaca, numbers))
-    write_array(work / "sharegpt.json", map(sharegpt, numbers))
-    write_csv(
-        work / "faq.csv",
-        ["question", "answer"],
-        [[f"question {number}", "yes"] for number in numbers],
-    )
-    write_csv(
-        work / "messages.csv", ["messages"], [[json.dumps(chat(number))] for number in numbers]
-    )
-    write_lines(work / "ultrafeedback.jsonl", map(ultrafeedback, numbers))
-    write_array(work / "alpaca_pairs.json", map(alpaca_pair, numbers))
-    write_array(work / "downloads/train.json", map(alpaca, numbers))
-    write_array(work / "downloads/test.json", map(alpaca, range(8)))
+    write_lines(work / "data/chats.jsonl", messages)
+    write_lines(work / "pairs/train.jsonl", whole_pair)
+    write_lines(work / "ultrafeedback.jsonl", ultrafeedback)
+    write_array(work / "alpaca.json", alpaca)
+    write_array(work / "alpaca_pairs.json", alpaca_pair)
+    write_array(work / "sharegpt.json", sharegpt)
+    write_array(work / "downloads/train.json", alpaca)
+    write_array(work / "downloads/test.json", alpaca, count=8)
+    write_csv(work / "faq.csv", faq)
+    write_csv(work / "messages.csv", messages_as_text)
     (work / "mixture.yaml").write_text(mixture_of_the_page(), encoding="utf-8")
     (work / "trl.yaml").write_text(
         "model_name_or_path: org/tiny\n"
@@ -124,8 +143,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def mixture_of_the_page() -> str:
     """The page's example as a whole stage file."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    (block,) = [block for block in blocks if "datasets:" in block]
+    (block,) = [block for block in blocks("yaml") if "datasets:" in block]
     head = "stage: sft\nbackend: trl\nbatch: {global: 4, per_device: 2}\n"
     return f"{head}{block}  model_name_or_path: org/tiny\n  output_dir: out\n"
 
@@ -135,8 +153,8 @@ def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixt
     assert len(lines) >= 12
     for line in lines:
         run(line, capsys)
-    assert len((folder / "alpaca/train.jsonl").read_text().splitlines()) == COUNT
-    assert len((folder / "alpaca/test.jsonl").read_text().splitlines()) == 8
+    assert (folder / "alpaca/train.jsonl").read_text().count("\n") == COUNT
+    assert (folder / "alpaca/test.jsonl").read_text().count("\n") == 8
     assert "assistant_only_loss" in (folder / "alpaca.yaml").read_text()
     assert load("from_trl.yaml").args["datasets"] == [{"path": "alpaca"}, {"path": "data"}]
 
@@ -152,7 +170,8 @@ def test_the_mixtures_of_the_page_have_the_rows_that_it_says(
     for line in commands():
         if line.startswith(("launch sft mixture.yaml", "launch sft tulu.yaml")):
             assert main([*shlex.split(line)[1:], "--format", "json"]) == Exit.OK
-            planned.append(json.loads(capsys.readouterr().out)["data"]["plan"]["gpus"][0]["rows"])
+            plan = json.loads(capsys.readouterr().out)["data"]["plan"]
+            planned.append(plan["gpus"][0]["rows"])
     # 90 % and all, less 50; 50 % and all, less a tenth; half and 20
     assert planned == [54 + 60 - 50, 30 + 60 - 9, 30 + 20]
 

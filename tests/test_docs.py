@@ -57,7 +57,10 @@ def constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 def places_of_codes(node: ast.AST) -> list[ast.expr]:
     """The expressions of a node that may be a finding's code."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in MAKERS:
+    if isinstance(node, ast.Call):
+        maker = ast.unparse(node.func).rpartition(".")[2]
+        if maker not in MAKERS:
+            return []
         named = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
         return [*node.args, *named]
     if isinstance(node, ast.Tuple) and node.elts and "-key" in ast.unparse(node.elts[0]):
@@ -71,8 +74,9 @@ def places_of_codes(node: ast.AST) -> list[ast.expr]:
 def codes_in(tree: ast.Module) -> Iterator[str]:
     named = constants(tree)
     for node in ast.walk(tree):
-        for place in places_of_codes(node):
-            value = named.get(place.id, place) if isinstance(place, ast.Name) else place
+        for value in places_of_codes(node):
+            if isinstance(value, ast.Name):
+                value = named.get(value.id, value)
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
                 continue
             if CODE.fullmatch(value.value):

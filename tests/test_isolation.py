@@ -163,7 +163,7 @@ def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) ->
         trap = Trap(world.root)
         python = python_of(world)
         config = world.config()
-        told = tmp_path / "told"
+        notified = tmp_path / "notified"
         environ = {
             **world.environ,
             **environment(tmp_path),
@@ -177,7 +177,7 @@ def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) ->
             "--python",
             python,
             "--on-finish",
-            f"/usr/bin/touch {told}",
+            f"/usr/bin/touch {notified}",
         ]
         environ["FAKE_STEPS"] = "[]"
         run(words, trap, environ, codes=(0, 1))
@@ -192,7 +192,7 @@ def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) ->
         ):
             run(follow_up, trap, environ, codes=(0, 1, 4))
         run(["stop", "last"], trap, environ, codes=(2,))
-        assert told.exists()
+        assert notified.exists()
 
 
 @needs_trl
@@ -256,14 +256,13 @@ def test_an_old_python_starts_training_without_the_folder(trap: Trap, tmp_path: 
 
 
 def python_3_10() -> Path:
-    places = [Path.home() / ".pyenv" / "versions", Path("/root/.pyenv/versions")]
-    found = [path for place in places for path in place.glob("3.10.*/bin/python3.10")]
+    for versions in (Path.home() / ".pyenv" / "versions", Path("/root/.pyenv/versions")):
+        for path in versions.glob("3.10.*/bin/python3.10"):
+            return path
     named = shutil.which("python3.10")
     if named is not None and subprocess.run([named, "-c", ""], capture_output=True).returncode == 0:
-        found.append(Path(named))
-    if not found:
-        pytest.skip("no Python 3.10")
-    return found[0]
+        return Path(named)
+    pytest.skip("no Python 3.10")
 
 
 def test_a_python_named_by_a_variable_is_not_looked_for_in_the_folder(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import saved
-from plans import PYTHON, built, from_text, planned, settled, trainer
+from plans import PYTHON, built, from_text, judge_text, planned, settled, trainer
 from typer.testing import CliRunner
 
 from launcher.artifacts import architecture, lengths, model_config
@@ -69,21 +69,13 @@ def packed_stage(budget: float, per_device: int) -> str:
     )
 
 
-def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
-    """The findings of a stage file, by code and key."""
-    path = folder / "stage.yaml"
-    path.write_text(text, encoding="utf-8")
-    judged = stage.judge_stage_file(load.load(path), locator=Locator(search=()))
-    return {(finding.code, finding.key or ""): finding for finding in judged.findings}
-
-
 def plan_text(folder: Path, text: str, gpus: int = 8, nodes: int = 1) -> Plan:
     return planned(from_text(folder, text), gpus=gpus, nodes=nodes)
 
 
-def footprint_of(made: Plan, rows: str) -> Footprint:
-    shape = footprint.shape_of(made)
-    return Footprint(plan=made, shape=shape, rows=parse(rows), attention="flash_2")
+def footprint_of(plan: Plan, rows: str) -> Footprint:
+    shape = footprint.shape_of(plan)
+    return Footprint(plan=plan, shape=shape, rows=parse(rows), attention="flash_2")
 
 
 def launch(*words: str) -> Any:
@@ -408,8 +400,11 @@ def read_text(folder: Path, text: str) -> stage.Judged:
 def model_findings(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     """What is said of the model when the run is to start, by code."""
     read = read_text(folder, write_stage(*args, model=model))
-    findings = stage.unplanned_findings(read, Machine())
-    return {each.code: each for each in findings if each.key == "args.model_name_or_path"}
+    by_code = {}
+    for finding in stage.unplanned_findings(read, Machine()):
+        if finding.key == "args.model_name_or_path":
+            by_code[finding.code] = finding
+    return by_code
 
 
 @pytest.mark.parametrize(
@@ -560,9 +555,11 @@ def packed_memory(folder: Path, budget: float) -> Memory:
 
     That was before upstream's PR 1467 put the loss into what is compiled.
     """
-    setup = footprint_of(plan_text(folder, packed_stage(budget, 2), nodes=2), "900:4096").setup()
+    plan = plan_text(folder, packed_stage(budget, 2), nodes=2)
+    setup = footprint_of(plan, "900:4096").setup()
     assert setup.sharding is not None
-    return memory.estimate(replace(setup, sharding=replace(setup.sharding, loss=False)))
+    sharding = replace(setup.sharding, loss=False)
+    return memory.estimate(replace(setup, sharding=sharding))
 
 
 def test_only_a_small_activation_budget_fits(tmp_path: Path) -> None:
@@ -573,8 +570,8 @@ def test_only_a_small_activation_budget_fits(tmp_path: Path) -> None:
 
 def test_more_shards_hold_less(tmp_path: Path) -> None:
     def peak(line: str) -> float:
-        made = plan_text(tmp_path, write_stage(line), nodes=2)
-        return memory.estimate(footprint_of(made, "100:200").setup()).peak
+        plan = plan_text(tmp_path, write_stage(line), nodes=2)
+        return memory.estimate(footprint_of(plan, "100:200").setup()).peak
 
     default = peak("seed: 1")
     assert peak("fsdp_shard_degree: 16") < default < peak("fsdp_shard_degree: 2")
@@ -694,8 +691,8 @@ def test_its_resume_is_not_judged_by_the_other_script_s_arithmetic(
 ) -> None:
     uneven = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
     args = ("gradient_accumulation_steps: 2", "checkpointing_steps: 3", "num_epochs: 2")
-    made = plan_text(tmp_path, write_stage(*args, script=script, top=top), gpus=1)
-    findings = epochs.findings(made, uneven, trainer())
+    plan = plan_text(tmp_path, write_stage(*args, script=script, top=top), gpus=1)
+    findings = epochs.findings(plan, uneven, trainer())
     assert {finding.code for finding in findings} == codes
 
 
@@ -727,14 +724,14 @@ def test_embeddings_are_tied_as_the_installed_release_ties_them(
     tmp_path: Path, release: str, model: str, tied: bool
 ) -> None:
     packages = {"ai2-olmo-core": release} if release else {}
-    made = plan_text(tmp_path, write_stage(model=model))
-    assert footprint.shape_of(made, None, packages).tied is tied
+    plan = plan_text(tmp_path, write_stage(model=model))
+    assert footprint.shape_of(plan, None, packages).tied is tied
 
 
 def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
-    made = plan_text(tmp_path, write_stage("optimizer_type: muon"))
+    plan = plan_text(tmp_path, write_stage("optimizer_type: muon"))
     with pytest.raises(InvalidConfig, match="Muon"):
-        footprint_of(made, "100:200").setup()
+        footprint_of(plan, "100:200").setup()
 
 
 @pytest.mark.parametrize(("per_device", "is_warned"), [(2, True), (16, False)])
@@ -752,10 +749,15 @@ def test_half_empty_rows_are_named_before_anything_runs(
 def test_rows_are_packed_as_upstream_packs_them() -> None:
     hundreds = lengths.uniform(100, "made")
     row = pack(hundreds, pairs=8, limit=250)
-    assert (row.pairs, row.real, row.positions) == (2.0, 400.0, 500)
+    assert row.pairs == 2.0
+    assert row.real == 400.0
+    assert row.positions == 500
     assert pack(hundreds, pairs=1, limit=250).filled == pytest.approx(0.4)
-    assert fuller(hundreds, pairs=1, limit=250)[0] == 2
-    # a row that is too long by itself is cut, and stands alone
+    pairs, _ = fuller(hundreds, pairs=1, limit=250)
+    assert pairs == 2
+
+
+def test_a_row_that_is_too_long_by_itself_is_cut_and_stands_alone() -> None:
     assert pack(parse("900:900"), pairs=4, limit=500).pairs == 1.0
 
 

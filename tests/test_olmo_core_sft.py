@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 from conftest import DATA, REPOSITORY
-from plans import built, from_text, planned
+from plans import built, from_text, judge_text, planned
 
 from launcher.artifacts import lengths
-from launcher.config import load
 from launcher.dataset import packed
 from launcher.dataset.packed import PackedRows
-from launcher.errors import Finding
 from launcher.plan import footprint
 from launcher.plan.memory import peak as memory
 from launcher.plan.memory.phases import Memory
@@ -27,9 +25,7 @@ from launcher.plan.plan import Plan
 from launcher.probe.watching import packing as probe_packing
 from launcher.rules import registry
 from launcher.rules.context import Context, Split
-from launcher.stage import stage as stages
 from launcher.upstream import facts, locate
-from launcher.upstream.locate import Locator
 from launcher.upstream.scripts import olmo_core_finetune
 from launcher.upstream.source.packages import Folder
 from launcher.upstream.trainers import BACKENDS
@@ -63,26 +59,18 @@ def write_stage(*args: str, script: str = "sft_olmo_core") -> str:
     return STAGE_FILE.format(script=script, args=lines)
 
 
-def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
-    """The findings of a stage file, by code and key."""
-    path = folder / "stage.yaml"
-    path.write_text(text, encoding="utf-8")
-    judged = stages.judge_stage_file(load.load(path), locator=Locator(search=()))
-    return {(finding.code, finding.key or ""): finding for finding in judged.findings}
-
-
 def plan_text(folder: Path, text: str, gpus: int = 8) -> Plan:
     return planned(from_text(folder, text), gpus=gpus)
 
 
-def probe_settings(made: Plan) -> Any:
-    return json.loads(built(made).env["LAUNCH_PROBE"])
+def probe_settings(plan: Plan) -> Any:
+    return json.loads(built(plan).env["LAUNCH_PROBE"])
 
 
-def memory_of(made: Plan, rows: str) -> Memory:
-    shape = footprint.shape_of(made)
-    packed_rows = footprint.rows_of(made, lengths.parse(rows))
-    of_plan = footprint.Footprint(plan=made, shape=shape, rows=packed_rows, attention="flash_2")
+def memory_of(plan: Plan, rows: str) -> Memory:
+    shape = footprint.shape_of(plan)
+    packed_rows = footprint.rows_of(plan, lengths.parse(rows))
+    of_plan = footprint.Footprint(plan=plan, shape=shape, rows=packed_rows, attention="flash_2")
     return memory.estimate(of_plan.setup())
 
 
@@ -201,10 +189,10 @@ def test_temporary_checkpoints_fit_the_others(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_it_and_the_probe_knows_what_to_expect(tmp_path: Path) -> None:
-    made = plan_text(tmp_path, write_stage("max_train_steps: 12", "rope_scaling_factor: 2.0"))
-    argv = built(made).argv
+    plan = plan_text(tmp_path, write_stage("max_train_steps: 12", "rope_scaling_factor: 2.0"))
+    argv = built(plan).argv
     assert argv[1:6] == ("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node")
-    settings = probe_settings(made)
+    settings = probe_settings(plan)
     assert settings["expect"]["packing"] == "isolated"
     assert settings["packed"]
     assert settings["divides_loss"]
@@ -214,8 +202,8 @@ def test_torchrun_starts_it_and_the_probe_knows_what_to_expect(tmp_path: Path) -
 
 
 def test_nothing_is_exported_where_only_data_are_tokenised(tmp_path: Path) -> None:
-    made = plan_text(tmp_path, write_stage("cache_dataset_only: true"))
-    assert "export" not in probe_settings(made)
+    plan = plan_text(tmp_path, write_stage("cache_dataset_only: true"))
+    assert "export" not in probe_settings(plan)
 
 
 def test_a_checkpoint_of_olmo_core_is_not_exported(tmp_path: Path) -> None:
@@ -311,13 +299,13 @@ def test_a_cache_without_the_mask_is_not_complete(tmp_path: Path) -> None:
 
 def test_steps_are_counted_in_packed_rows(tmp_path: Path) -> None:
     """A row fits about six samples of 700 tokens. Each epoch leaves out rows that fill no step."""
-    made = plan_text(tmp_path, write_stage("num_epochs: 2"))
-    assert made.steps is None
+    plan = plan_text(tmp_path, write_stage("num_epochs: 2"))
+    assert plan.steps is None
     samples = lengths.uniform(700, "test", 100_000)
     # 100,000 x 700 / 4,096 rows, 64 a step
-    rows = footprint.rows_per_epoch(made, samples, 100_000)
+    rows = footprint.rows_per_epoch(plan, samples, 100_000)
     assert rows == 17_090
-    assert footprint.optimizer_steps(made, rows, samples) == 2 * (17_090 // 64)
+    assert footprint.optimizer_steps(plan, rows, samples) == 2 * (17_090 // 64)
 
 
 @pytest.mark.parametrize(
@@ -349,14 +337,22 @@ def test_the_optimizer_s_step_is_the_fullest_moment_of_a_large_share(tmp_path: P
 
 def test_a_batch_with_document_lengths_is_read_like_any_other() -> None:
     torch = pytest.importorskip("torch")
-    ids = torch.tensor([[5, 6, 2, 7, 8, 2, 9, 9]])
-    labels = torch.tensor([[-100, 2, -100, 8, 2, -100, -100, -100]])
-    kwargs = {"doc_lens": torch.tensor([[3, 3, 2]]), "max_doc_lens": [3], "labels": labels}
-    batch = probe_packing.batch_of(ids, kwargs)
     # OLMo-core's labels are those of the token behind; its padding is a document
-    assert batch.labels.tolist() == [[-100, -100, 2, -100, 8, 2, -100, -100]]
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
-    assert probe_packing.batch_of(ids, {"labels": labels}).positions is None
+    ids = [5, 6, 2, 7, 8, 2, 9, 9]
+    labels_behind = [-100, 2, -100, 8, 2, -100, -100, -100]
+    labels = [-100, -100, 2, -100, 8, 2, -100, -100]
+    positions = [0, 1, 2, 0, 1, 2, 0, 0]
+    kwargs = {
+        "labels": torch.tensor([labels_behind]),
+        "doc_lens": torch.tensor([[3, 3, 2]]),
+        "max_doc_lens": [3],
+    }
+
+    batch = probe_packing.facts_by_lengths(torch.tensor([ids]), kwargs)
+    assert batch["labels"].tolist() == [labels]
+    assert batch["position_ids"].tolist() == [positions]
+    del kwargs["doc_lens"], kwargs["max_doc_lens"]
+    assert probe_packing.facts_by_lengths(torch.tensor([ids]), kwargs) == {}
 
 
 class SupplyLog:
@@ -419,19 +415,19 @@ def test_wrong_weights_are_known_by_their_logits() -> None:
     trained = torch.nn.Embedding(16, 16)
     exported = Saved(16, 16)
     exported.load_state_dict(trained.state_dict())
-    assert exporting.measure_difference(trained, exported, 16) == 0.0
+    assert exporting.compare(trained, exported, 16) == 0.0
     with torch.no_grad():
         # as where two of its rows were exchanged
         exported.weight[[3, 4]] = exported.weight[[4, 3]]
-    assert exporting.measure_difference(trained, exported, 16) > exporting.WITHIN
+    assert exporting.compare(trained, exported, 16) > exporting.WITHIN
 
 
 def test_the_newest_checkpoint_is_exported(tmp_path: Path) -> None:
     exporting = load_exporting()
     for name in ("step0", "step9", "step12", "step12-tmp", "hf_model"):
         (tmp_path / name).mkdir()
-    assert exporting.find_newest_checkpoint(str(tmp_path)) == str(tmp_path / "step12")
-    assert exporting.find_newest_checkpoint(str(tmp_path / "step0")) is None
+    assert exporting.newest(str(tmp_path)) == str(tmp_path / "step12")
+    assert exporting.newest(str(tmp_path / "step0")) is None
 
 
 @pytest.mark.parametrize(("final_save", "calls"), [(True, ["save", "remove"]), (False, [])])

@@ -1,7 +1,7 @@
 """Which trainer, stage or script it is, is asked nowhere but where trainers are described."""
 
 import ast
-from pathlib import Path
+from collections.abc import Iterator
 
 from conftest import REPOSITORY
 
@@ -45,26 +45,33 @@ ALLOWED = {
 }
 
 
-def questions(path: Path) -> list[str]:
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """The name and the content of every module."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(PACKAGE).as_posix(), tree
+
+
+def comparisons(tree: ast.Module) -> list[str]:
     """The comparisons of a module with the name of a trainer, a stage or a script."""
-    return [
-        ast.unparse(node)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Compare)
-        and NAMES & {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-    ]
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and constants(node) & NAMES:
+            texts.append(ast.unparse(node))
+    return sorted(texts)
+
+
+def constants(node: ast.Compare) -> set[object]:
+    return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
 
 
 def test_nothing_asks_which_trainer_it_is() -> None:
-    compared = {
-        path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")
-    }
-    counted = {
-        name: sorted(found)
-        for name, found in compared.items()
-        if found and name not in DESCRIPTIONS
-    }
-    assert counted == {name: sorted(found) for name, found in ALLOWED.items()}
+    by_module = {}
+    for name, tree in modules():
+        texts = comparisons(tree)
+        if texts and name not in DESCRIPTIONS:
+            by_module[name] = texts
+    assert by_module == {name: sorted(texts) for name, texts in ALLOWED.items()}
 
 
 def test_nothing_but_the_description_of_a_script_reads_its_loop() -> None:
@@ -72,8 +79,8 @@ def test_nothing_but_the_description_of_a_script_reads_its_loop() -> None:
     it.
     """
     readers = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for name, tree in modules():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr == "loop":
-                readers.add(path.relative_to(PACKAGE).as_posix())
+                readers.add(name)
     assert readers == {"upstream/entry.py"}

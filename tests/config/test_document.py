@@ -61,7 +61,8 @@ def test_a_quoted_scalar_is_text(write: Write, text: str) -> None:
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_every_key_and_entry_has_its_line(write: Write, newline: str) -> None:
-    document = read(write, newline.join(["a: 1", "b:", "  c: [x,", "      y]", ""]))
+    text = "a: 1\nb:\n  c: [x,\n      y]\n"
+    document = read(write, text.replace("\n", newline))
     assert document.value == {"a": 1, "b": {"c": ["x", "y"]}}
     lines = {key: origin.line for key, origin in document.origins.items()}
     assert lines == {"a": 1, "b": 2, "b.c": 3, "b.c[0]": 3, "b.c[1]": 4}

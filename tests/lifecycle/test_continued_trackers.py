@@ -31,11 +31,9 @@ TRACKERS = (
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with made(tmp_path / "world") as world:
-        for name, value in world.environ.items():
-            monkeypatch.setenv(name, value)
+        world.enter(monkeypatch)
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.chdir(world.root)
         yield world
 
 

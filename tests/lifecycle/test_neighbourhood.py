@@ -28,9 +28,7 @@ Findings = Callable[..., dict[str, str]]
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with made(tmp_path / "world") as world:
         world.environ["HOME"] = str(tmp_path / "home")
-        for name, value in world.environ.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.chdir(world.root)
+        world.enter(monkeypatch)
         yield world
 
 

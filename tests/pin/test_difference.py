@@ -9,7 +9,7 @@ from conftest import REPOSITORY, Write
 from repositories import UTILS, commit, declared, git, script, transformation
 
 from launcher.cli.main import main
-from launcher.errors import Exit, NotReady, UsageError
+from launcher.errors import Exit, NotReady, UsageError, errors
 from launcher.pin import difference, pin
 from launcher.pin.difference import (
     ArgumentDifference,
@@ -296,8 +296,9 @@ def test_an_argument_that_must_be_given_now(tmp_path: Path, write: Write) -> Non
 
     config = only_config(repo.diff(write("a.yaml", stage_file())))
     assert config.valid == (True, False)
-    (error,) = [finding for finding in config.appeared if finding.severity == "error"]
-    assert (error.code, error.key) == ("missing-argument", "args.seed")
+    (error,) = errors(config.appeared)
+    assert error.code == "missing-argument"
+    assert error.key == "args.seed"
     assert "open_instruct/finetune.py:" in error.message
     assert "seed" in changed_defaults(config)
 
@@ -317,10 +318,15 @@ def test_the_text_only_counts_the_changes_that_concern_no_file(repo: Repo, write
 
 
 def test_words_that_name_two_commits(repo: Repo) -> None:
-    for words in ((repo.old, repo.new), (f"{repo.old[:9]}..main",), ("main~1", "main")):
+    for words in (
+        (repo.old, repo.new),
+        (f"{repo.old[:9]}..main",),
+        (f"{repo.old}..",),
+        ("main~1", "main"),
+    ):
         commits = pin.find_commits(words, repo.path, {})
-        assert (commits.old, commits.new) == (repo.old, repo.new)
-    assert pin.find_commits((f"{repo.old}..",), repo.path, {}).new == repo.new
+        assert commits.old == repo.old
+        assert commits.new == repo.new
 
 
 def test_a_pin_that_was_never_fetched_says_how(repo: Repo) -> None:
@@ -343,17 +349,24 @@ def shallow(repo: Repo, tmp_path: Path) -> Path:
     return tmp_path / "shallow"
 
 
+def help_without(commit: str, shallow: Path) -> str:
+    """What is advised where a clone lacks a commit."""
+    with pytest.raises(NotReady, match="cut off") as raised:
+        pin.find_commits((commit, "HEAD"), shallow, {})
+    return raised.value.findings[0].help or ""
+
+
 def test_a_shallow_clone_says_how_to_get_the_rest(repo: Repo, shallow: Path) -> None:
-    for word, help in (("HEAD~1", "--unshallow"), (repo.old, f"fetch origin {repo.old}")):
-        with pytest.raises(NotReady, match="cut off") as raised:
-            pin.find_commits((word, "HEAD"), shallow, {})
-        assert help in (raised.value.findings[0].help or "")
-    assert difference.between(pin.find_commits(("HEAD", "HEAD"), shallow, {})).shallow
+    assert "--unshallow" in help_without("HEAD~1", shallow)
+    assert f"fetch origin {repo.old}" in help_without(repo.old, shallow)
+    commits = pin.find_commits(("HEAD", "HEAD"), shallow, {})
+    assert difference.between(commits).shallow
 
 
 def test_a_bare_clone_and_a_git_folder_will_do(repo: Repo, tmp_path: Path) -> None:
-    git(tmp_path, "clone", "-q", "--bare", str(repo.path), "bare.git")
-    for place in (tmp_path / "bare.git", repo.path / ".git"):
+    bare = tmp_path / "bare.git"
+    git(tmp_path, "clone", "-q", "--bare", str(repo.path), str(bare))
+    for place in (bare, repo.path / ".git"):
         diff = Repo(place, repo.old, repo.new).diff()
         assert new_names(diff.stages["sft"]) == {"clip_norm": "clip_grad_norm"}
 

@@ -25,10 +25,10 @@ with open({out!r}, "w") as stream:
 
 def command_text(command: Command) -> str:
     """One word a line, the environment first, without what differs between machines."""
-    variables = [f"{name}={value}" for name, value in command.env.items()]
-    text = "\n".join([*variables, *command.argv])
-    text = text.replace(str(PACKAGE), "<launcher>").replace(str(PACKAGE.parent), "<project>")
-    return text + "\n"
+    lines = [f"{name}={value}" for name, value in command.env.items()]
+    lines += command.argv
+    text = "\n".join(lines) + "\n"
+    return text.replace(str(PACKAGE), "<launcher>").replace(str(PACKAGE.parent), "<project>")
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
@@ -49,7 +49,8 @@ def command_text(command: Command) -> str:
 def test_golden_argv(name: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # no folder of this machine is taken for a model of the config
     monkeypatch.chdir(tmp_path)
-    text = command_text(built(planned(staged(CONFIGS / f"{name}.yaml"), gpus)))
+    plan = planned(staged(CONFIGS / f"{name}.yaml"), gpus)
+    text = command_text(built(plan))
     golden = GOLDEN / f"{name.replace('/', '-')}-{gpus}gpu.txt"
     if os.environ.get("LAUNCH_GOLDEN") == "write":
         golden.parent.mkdir(exist_ok=True)

@@ -285,7 +285,7 @@ def test_a_shorter_warmup_is_not_reported(tmp_path: Path, more: str) -> None:
 def test_a_warmup_of_open_instruct_is_a_share_of_all_steps(
     tmp_path: Path, more: str, count: int
 ) -> None:
-    assert len(warmups(planned(from_text(tmp_path, SFT.format(more=more)), gpus=1))) == count
+    assert len(warmups(sft(tmp_path, more))) == count
 
 
 def test_a_long_warmup_is_reported_once(tmp_path: Path) -> None:

@@ -41,14 +41,17 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_parameters_are_counted_by_the_headers_of_the_weights(model: Path, write: Write) -> None:
+def test_parameters_are_counted_by_the_header_of_the_weights(model: Path) -> None:
     assert disk.parameters_of(str(model), {}) == BILLION
-    (model / "model.safetensors").unlink()
+
+
+def test_parameters_of_sharded_weights_are_counted(tmp_path: Path, write: Write) -> None:
     files = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
-    write("model/model.safetensors.index.json", json.dumps({"weight_map": files}))
-    write_weights(model / "model-1.safetensors", a=[10, 10])
-    write_weights(model / "model-2.safetensors", b=[5], c=[])
-    assert disk.parameters_of(str(model), {}) == 106
+    write("model.safetensors.index.json", json.dumps({"weight_map": files}))
+    write("config.json", "{}")
+    write_weights(tmp_path / "model-1.safetensors", a=[10, 10])
+    write_weights(tmp_path / "model-2.safetensors", b=[5], c=[])
+    assert disk.parameters_of(str(tmp_path), {}) == 106
 
 
 def test_parameters_are_counted_in_the_cache_of_the_hub(write: Write, tmp_path: Path) -> None:
@@ -60,27 +63,31 @@ def test_parameters_are_counted_in_the_cache_of_the_hub(write: Write, tmp_path: 
     assert disk.parameters_of("org/name", environ, "other") is None
 
 
-def test_a_size_that_is_not_known_is_none(write: Write, tmp_path: Path) -> None:
-    for text in ("", "[]", "{}", '{"model_type": "mamba"}', '{"model_type": "llama"}'):
-        write("config.json", text)
-        assert disk.parameters_of(str(tmp_path), {}) is None
-    for name in (None, "", 3, "org/never-downloaded", "/no/such"):
-        assert disk.parameters_of(name, {}) is None
+@pytest.mark.parametrize(
+    "config", ["", "[]", "{}", '{"model_type": "mamba"}', '{"model_type": "llama"}']
+)
+def test_a_config_without_a_shape_has_no_size(write: Write, tmp_path: Path, config: str) -> None:
+    write("config.json", config)
+    assert disk.parameters_of(str(tmp_path), {}) is None
+
+
+@pytest.mark.parametrize("name", [None, "", 3, "org/never-downloaded", "/no/such"])
+def test_a_model_that_is_not_here_has_no_size(name: object) -> None:
+    assert disk.parameters_of(name, {}) is None
 
 
 @pytest.mark.parametrize(
-    "limits, setting, kept", [(False, 2, None), (True, 2, 2), (True, -1, None)]
+    ("limits", "setting", "kept"), [(False, 2, None), (True, 2, 2), (True, -1, None)]
 )
 def test_olmo_core_keeps_as_many_checkpoints_as_its_source_says(
     tmp_path: Path, limits: bool, setting: int, kept: int | None
 ) -> None:
     text = (CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml").read_text(encoding="utf-8")
-    override = f"keep_last_n_checkpoints={setting}"
-    plan = plans.planned(from_text(tmp_path, text, override), 1)
-    schema = plan.stage.schema
-    behaviours = {**schema.behaviours, behaviour.LIMITS_CHECKPOINTS: limits}
-    stage = replace(plan.stage, schema=replace(schema, behaviours=behaviours))
-    saved = disk.saved(replace(plan, stage=stage), BILLION)
+    stage = from_text(tmp_path, text, f"keep_last_n_checkpoints={setting}")
+    behaviours = {**stage.schema.behaviours, behaviour.LIMITS_CHECKPOINTS: limits}
+    schema = replace(stage.schema, behaviours=behaviours)
+    plan = plans.planned(replace(stage, schema=schema), 1)
+    saved = disk.saved(plan, BILLION)
     assert saved is not None
     assert saved.limit == kept
     assert ("none of which is deleted" in saved.formula) is (kept is None)
@@ -171,12 +178,13 @@ def test_what_trl_writes(
 EVERY_50 = "checkpointing_steps: 50"
 
 
-def test_less_is_certain_than_likely(model: Path) -> None:
-    # how many steps there will be is not known
+def test_checkpoints_of_a_run_of_unknown_length_are_not_certain(model: Path) -> None:
     needs = measure(plan_stage(model, TRL, "save_steps: 50", 1, "null"))
     assert needs.least == 4 * BILLION
     assert needs.likely == 16 * BILLION
-    # several machines may share the work
+
+
+def test_several_machines_may_share_the_work(model: Path) -> None:
     needs = measure(plan_stage(model, SFT, EVERY_50, nodes=2))
     assert needs.least == 28 * BILLION
     assert needs.likely == 56 * BILLION
@@ -190,11 +198,10 @@ def test_a_run_without_a_final_save_may_write_nothing(model: Path, tmp_path: Pat
 
 
 def test_needs_that_are_not_known_are_not_made_up(model: Path, tmp_path: Path) -> None:
-    for plan in (
-        plan_stage(model, SFT, f"{EVERY_50}\n  cache_dataset_only: true"),
-        plan_stage(model, TRL, "use_peft: true", 1, "null"),
-        plan_stage(tmp_path / "never-downloaded", SFT, EVERY_50),
-    ):
+    cache_alone = plan_stage(model, SFT, f"{EVERY_50}\n  cache_dataset_only: true")
+    adapter = plan_stage(model, TRL, "use_peft: true", 1, "null")
+    not_here = plan_stage(tmp_path / "never-downloaded", SFT, EVERY_50)
+    for plan in (cache_alone, adapter, not_here):
         assert disk.needs(plan, None, {}) is None
     assert list(disk.check_space(None, tmp_path / "output", ())) == []
 
@@ -220,13 +227,17 @@ def test_a_lack_of_room_is_an_error_where_it_is_certain(tmp_path: Path) -> None:
     free = disk.measure_room(output)
     assert free is not None
     too_much = 2 * free[0]
-    assert list(disk.check_space(needs_of(0, 0), output, ())) == []
-    (finding,) = disk.check_space(needs_of(too_much, too_much), output, ())
+    nothing = needs_of(least=0, likely=0)
+    perhaps = needs_of(least=0, likely=too_much)
+    certainly = needs_of(least=too_much, likely=too_much)
+
+    assert list(disk.check_space(nothing, output, ())) == []
+    (finding,) = disk.check_space(perhaps, output, ())
+    assert describe(finding) == "warning little-space"
+    (finding,) = disk.check_space(certainly, output, ())
     assert describe(finding) == "error too-little-space"
     assert "3 checkpoint(s) of 14 B (a + b)" in finding.message
     assert finding.file == str(output)
-    (finding,) = disk.check_space(needs_of(0, too_much), output, ())
-    assert describe(finding) == "warning little-space"
 
 
 @pytest.fixture
@@ -259,25 +270,30 @@ def test_a_file_system_that_is_nearly_full(small: Path) -> None:
     assert "Read-only file system" in finding.message
 
 
-def places(tmp_path: Path, plan: Plan | None = None, **environ: str) -> dict[str, str]:
+def places(plan: Plan | None = None, **environ: str) -> dict[str, str]:
     """The folders that are written, by what they hold."""
-    environ = {"HOME": "/home/a", **environ}
-    targets = disk.places(plan, tmp_path / "out", tmp_path / "runs", environ)
+    targets = disk.places(plan, Path("out"), Path("runs"), {"HOME": "/home/a", **environ})
     return {target.what: str(target.path) for target in targets}
 
 
-def test_the_folders_that_are_written(tmp_path: Path, model: Path) -> None:
-    usual = places(tmp_path)
+def test_the_folders_that_are_written() -> None:
+    usual = places()
     assert usual["models from the hub"] == "/home/a/.cache/huggingface/hub"
     assert usual["data sets from the hub"] == "/home/a/.cache/huggingface/datasets"
     assert usual["compiled kernels"] == "/home/a/.triton/cache"
     assert usual["launch's caches"] == "/home/a/.cache/launch"
-    moved = places(tmp_path, HF_HOME="/hf", TRITON_CACHE_DIR="/t", TMPDIR="/elsewhere")
+
+
+def test_variables_move_the_folders_that_are_written() -> None:
+    moved = places(HF_HOME="/hf", TRITON_CACHE_DIR="/t", TMPDIR="/elsewhere")
     assert moved["models from the hub"] == "/hf/hub"
     assert moved["compiled kernels"] == "/t"
     assert moved["temporary files"] == "/elsewhere"
+
+
+def test_the_stage_file_names_the_folder_of_tokenised_data(model: Path) -> None:
     plan = plan_stage(model, SFT, "dataset_local_cache_dir: /tokens")
-    assert places(tmp_path, plan)["tokenised data"] == "/tokens"
+    assert places(plan)["tokenised data"] == "/tokens"
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """The arithmetic of a resume, against the pinned loops played through batch by batch."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.planning.resume import epochs
-from launcher.planning.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
+from launcher.planning.resume.epochs import DataPosition, EpochLayout
 
 Step = list[tuple[int, int]]
 """One optimizer step: the micro-batches it takes, each as (whose order, which of that order)."""
@@ -23,17 +26,17 @@ def play(
     if resumed is not None:
         done = resumed
         first_epoch, skip = divmod(resumed * layout.accumulation, layout.micro)
-    has_skipped = False
     steps: list[Step] = []
     current: Step = []
     for epoch in range(first_epoch, layout.passes):
         order = epoch
         first = 0
-        if resumed is not None and (stage == "dpo" or (skip and not has_skipped)):
+        skips = stage == "dpo" or (skip and epoch == first_epoch)
+        if resumed is not None and skips:
             # a loader that skips, made anew
-            has_skipped = True
             first = skip
-            order = epoch if keeps_order else 0
+            if not keeps_order:
+                order = 0
         for micro in range(first, layout.micro):
             current.append((order, micro))
             is_last = micro == layout.micro - 1
@@ -86,56 +89,73 @@ def test_advancing_step_by_step_is_advancing_at_once(layout: EpochLayout, steps:
     assert position == epochs.advance(layout, START, steps)
 
 
-def reason(mismatch: ResumeMismatch | None) -> str | None:
-    return None if mismatch is None else mismatch.reason
-
-
-def inexact_steps(
-    skips_each: bool, layout: EpochLayout, every: int, *, keeps_order: bool = True
-) -> list[int]:
-    inexact = epochs.find_inexact(skips_each, layout, every, keeps_order=keeps_order)
-    return [step for step, _ in inexact]
-
-
-UNEVEN = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
-EVEN = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
-
-
-def test_positions_measured_at_the_pin() -> None:
-    """Real runs: 44 rows of 4, accumulation 2, two epochs: 11 micro-batches an epoch, 6 steps."""
-    assert inexact_steps(False, UNEVEN, 2) == [6, 8, 10]
-    assert inexact_steps(False, EVEN, 2) == []
-    # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
-    assert inexact_steps(True, EVEN, 2) == [2, 4]
-    # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
-    assert inexact_steps(False, EVEN, 4, keeps_order=False) == [8]
-    # with max_train_steps 8 step 8 is inside the second epoch: a ninth was trained
-    limited = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
-    mismatch = epochs.check_step(False, 8, DataPosition(1, 4), limited, limited)
-    assert reason(mismatch) == "over"
-
-
-def test_transformers_counts_in_steps() -> None:
-    assert epochs.check_trl(10, 0.5, 16, 16, 40) is None
-    assert reason(epochs.check_trl(10, 0.5, 16, 32, 40)) == "place"
-    assert reason(epochs.check_trl(40, 1.5, 16, 16, 40)) == "over"
-    assert epochs.check_trl(40, 2.0, 16, 16, 40) is None
-
-
-def layout_of(per_device: int, devices: int, accumulation: int) -> EpochLayout:
+def layout_of(
+    rows: int, *, per_device: int = 4, devices: int = 1, accumulation: int = 2
+) -> EpochLayout:
+    """Two epochs of so many rows."""
     return EpochLayout(
-        rows=64, per_device=per_device, devices=devices, accumulation=accumulation, epochs=2
+        rows=rows, per_device=per_device, devices=devices, accumulation=accumulation, epochs=2
     )
 
 
-def test_other_devices_and_the_same_rows() -> None:
-    before = layout_of(2, 2, 4)
-    saved = epochs.advance(before, START, 3)
-    for same_rows in (layout_of(4, 2, 2), layout_of(2, 4, 2)):
-        assert epochs.check_step(False, 3, saved, before, same_rows) is None
-    doubled = layout_of(2, 4, 4)
-    assert reason(epochs.check_step(False, 3, saved, before, doubled)) == "place"
-    assert epochs.check_epoch(0, before, before) is None
-    counted = epochs.check_epoch(0, before, doubled)
-    assert counted is not None
-    assert "4 steps" in counted.text
+@pytest.mark.parametrize(
+    ("is_dpo", "rows", "interval", "keeps_order", "steps"),
+    [
+        (False, 44, 2, True, [6, 8, 10]),
+        (False, 48, 2, True, []),
+        # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
+        (True, 48, 2, True, [2, 4]),
+        # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
+        (False, 48, 4, False, [8]),
+    ],
+)
+def test_positions_measured_at_the_pin(
+    is_dpo: bool, rows: int, interval: int, keeps_order: bool, steps: list[int]
+) -> None:
+    """Real runs: of 44 rows an epoch is 11 micro-batches and 6 steps, of 48 rows 12 and 6."""
+    inexact = epochs.find_inexact(is_dpo, layout_of(rows), interval, keeps_order=keeps_order)
+    assert [step for step, _ in inexact] == steps
+
+
+def test_a_limit_inside_an_epoch_is_passed() -> None:
+    """With max_train_steps 8 a real run trained a ninth step."""
+    limited = replace(layout_of(48), limit=8)
+    mismatch = epochs.check_step(False, 8, DataPosition(1, 4), limited, limited)
+    assert mismatch is not None
+    assert mismatch.reason == "over"
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch", "batch", "reason"),
+    [(10, 0.5, 16, None), (10, 0.5, 32, "place"), (40, 1.5, 16, "over"), (40, 2.0, 16, None)],
+)
+def test_transformers_counts_in_steps(
+    step: int, epoch: float, batch: int, reason: str | None
+) -> None:
+    mismatch = epochs.check_trl(step, epoch, 16, batch, 40)
+    assert (mismatch and mismatch.reason) == reason
+
+
+BEFORE = layout_of(64, per_device=2, devices=2, accumulation=4)
+DOUBLED = replace(BEFORE, devices=4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (replace(BEFORE, per_device=4, accumulation=2), None),
+        (replace(BEFORE, devices=4, accumulation=2), None),
+        (DOUBLED, "place"),
+    ],
+)
+def test_a_step_has_the_same_rows_on_other_devices(layout: EpochLayout, reason: str | None) -> None:
+    saved = epochs.advance(BEFORE, START, 3)
+    mismatch = epochs.check_step(False, 3, saved, BEFORE, layout)
+    assert (mismatch and mismatch.reason) == reason
+
+
+def test_an_epoch_of_another_layout_has_other_steps() -> None:
+    assert epochs.check_epoch(0, BEFORE, BEFORE) is None
+    mismatch = epochs.check_epoch(0, BEFORE, DOUBLED)
+    assert mismatch is not None
+    assert "4 steps" in mismatch.text

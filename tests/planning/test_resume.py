@@ -11,13 +11,14 @@ from typing import Any
 import made_runs
 import pytest
 import saved
+from answers import Answer, Ask
+from answers import ask as ask  # a fixture
 from plans import built
 from repeated import DPO, OLMO_CORE, SFT, TRL, Make, Run, codes, rows_of
 from repeated import run as run  # a fixture
 
 from launcher import files
 from launcher.cache import inputs, keys
-from launcher.cli.main import main
 from launcher.errors import UsageError
 from launcher.lifecycle import manifest
 from launcher.plan import plan
@@ -544,30 +545,27 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     assert again.derived["output_dir"].value == str(beside)
 
 
-def test_a_dry_run_names_an_earlier_run_and_keeps_out_of_its_record(
-    run: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_names_an_earlier_run_and_keeps_out_of_its_record(run: Make, ask: Ask) -> None:
     trl = run(TRL)
     trl.plan()
 
-    def dry_run(*words: str) -> tuple[list[str], list[str]]:
-        """The command of a dry run, and what it says of an earlier run."""
-        path = str(trl.place / "stage.yaml")
-        assert main(["sft", path, "--gpus", "0", "--dry-run", "--format", "json", *words]) == 0
-        answer = json.loads(capsys.readouterr().out)
-        data = answer["data"]
-        probe = json.loads(data["env"]["LAUNCH_PROBE"])
-        assert Path(probe["out"]).parent == Path(data["run"]) != trl.folder.path
-        earlier = [f["message"] for f in answer["findings"] if f["code"] == "earlier-run"]
-        return data["argv"], earlier
+    def dry_run(*words: str) -> Answer:
+        answer = ask("sft", str(trl.place / "stage.yaml"), "--gpus", "0", "--dry-run", *words)
+        assert answer.code == 0
+        probe = json.loads(answer.data["env"]["LAUNCH_PROBE"])
+        folder = Path(answer.data["run"])
+        assert folder != trl.folder.path
+        assert Path(probe["out"]).parent == folder
+        return answer
 
-    assert dry_run()[1] == []
+    assert "earlier-run" not in dry_run().codes
     trl.start()
     save(trl, 4)
-    argv, (earlier,) = dry_run()
-    assert "may overwrite it" in earlier
-    assert "--resume_from_checkpoint" not in argv
-    assert dry_run("--fresh")[1] == []
+    answer = dry_run()
+    (finding,) = answer.with_code("earlier-run")
+    assert "may overwrite it" in finding["message"]
+    assert "--resume_from_checkpoint" not in answer.data["argv"]
+    assert "earlier-run" not in dry_run("--fresh").codes
     # the run was looked at, not touched
     assert sorted(path.name for path in trl.folder.path.iterdir()) == ["console.log", "run.json"]
     assert list(trl.folder.path.parent.iterdir()) == [trl.folder.path]
@@ -623,14 +621,23 @@ def append_events(path: Path, *events: dict[str, object]) -> None:
 
 
 def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) -> None:
-    path = made_runs.write_run(tmp_path / "run", steps=40, ended=False)
+    path = tmp_path / "run"
     # killed at 40 of more, gone on from 30, killed before it took a step, gone on from 30 again
+    made_runs.write_run(path, attempt=1, steps=40, ended=False)
     made_runs.write_run(path, attempt=2, first=31, steps=35, scale=2, ended=False)
     made_runs.write_run(path, attempt=3, first=31, steps=30, ended=False)
     made_runs.write_run(path, attempt=4, first=31, steps=50, scale=3)
-    rows = judge.merge_rows([read_run(path, attempt=n) for n in range(1, 5)])
+    attempts = [read_run(path, attempt=number) for number in (1, 2, 3, 4)]
+
+    rows = judge.merge_rows(attempts)
     assert [row["step"] for row in rows] == list(range(1, 51))
-    assert [row["seconds"] for row in rows] == [0.5] * 30 + [1.5] * 20
+    for row in rows[:30]:
+        assert row["seconds"] == 0.5
+    for row in rows[30:]:
+        assert row["seconds"] == 1.5
+
+
+def test_without_an_attempt_there_are_no_steps() -> None:
     assert judge.merge_rows([]) == []
 
 

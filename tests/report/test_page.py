@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ NASTY = (
 READ = NASTY.replace("\0", "\N{REPLACEMENT CHARACTER}")
 SEEN = READ.replace("\u202e\x1b", "\\x202e\\x1b")
 TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEF"
+ALL_STEPS = list(range(1, 41))
+EVERY_FIFTH_STEP = list(range(5, 41, 5))
 TRACE = 'Traceback (most recent call last):\n  File "/a/train.py", line 7, in <module>\n'
 
 
@@ -55,11 +58,11 @@ def shown(run: Run) -> Page:
     return show(run)
 
 
-def crashed(tmp_path: Path, log: str, **ended: int) -> Run:
-    """A run that ended after step 20."""
-    path = write_run(tmp_path / "run", steps=20, extra=log)
-    content = json.loads((path / "exit.json").read_text())
-    (path / "exit.json").write_text(json.dumps({**content, **ended}))
+def load_ended(path: Path, log: str, **end: int) -> Run:
+    """A run that ended after step 20; `end` is how, as its record says it."""
+    folder = RunFolder(write_run(path, steps=20, extra=log))
+    record = {**rundir.read_json(folder.exit(1)), **end}
+    folder.exit(1).write_text(json.dumps(record))
     return series.load_run(path)
 
 
@@ -123,8 +126,8 @@ def test_the_lines_of_the_evidence_are_folded(shown: Page) -> None:
 
 def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
     error = "ValueError: row 7 has no messages"
-    run = crashed(tmp_path, f"{TRACE}    main()\n{error}\n", returncode=1)
-    shown = show(run)
+    log = f"{TRACE}    main()\n{error}\n"
+    shown = show(load_ended(tmp_path / "run", log, returncode=1))
     text = shown.text
     (banner,) = shown.banners
 
@@ -141,7 +144,7 @@ def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Pat
 
 
 def test_a_stopped_run_is_not_red(tmp_path: Path) -> None:
-    shown = show(crashed(tmp_path, "", returncode=-15, signal=15, stopped=15))
+    shown = show(load_ended(tmp_path / "run", "", returncode=-15, signal=15, stopped=15))
     assert shown.heading.endswith("stopped")
     (banner,) = shown.banners
     assert banner.attributes["class"] == "banner stopped"
@@ -150,9 +153,9 @@ def test_a_stopped_run_is_not_red(tmp_path: Path) -> None:
 
 
 def test_the_command_stands_above_what_it_started(tmp_path: Path) -> None:
-    argv = ["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"]
+    record = manifest(launch_argv=["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"])
     log = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
-    shown = show(*load(write_run(tmp_path / "run", record=manifest(launch_argv=argv), extra=log)))
+    shown = show(*load(write_run(tmp_path / "run", record=record, extra=log)))
     assert shown.tree.all("a", href="https://wandb.ai/a/b/runs/c")
     versions = shown.section("versions")
     command, started = versions.all("pre")
@@ -161,34 +164,37 @@ def test_the_command_stands_above_what_it_started(tmp_path: Path) -> None:
     assert "accelerate" in versions.one("details").text
 
 
-ROWS = [
-    # 256 sequences are 128 pairs
-    ("plan", "batch, rows a step", ["128", "128", "100%"]),
-    ("plan", "steps", ["40", "40", "100%"]),
-    ("plan", "tokens/s, steady", ["–", "6,000", ""]),
-    ("plan", "peak memory allocated, GiB", ["–", "61.25", ""]),
-    ("plan", "processes", ["1", "1", "100%"]),
-    ("plan", "wasted positions", ["–", "25 %", ""]),
-    ("plan", "time", ["–", "1:30:00", ""]),
-    ("arguments", "learning_rate", ["5e-07", "override: learning_rate=5e-7"]),
-    ("arguments", "dataset_mixer_list", ['["a/b", 0.25]', "configs/a.yaml:14"]),
-    ("arguments", "gradient_accumulation_steps", ["4", "derived: batch of 128"]),
-    ("versions", "source", ["trl 1.16.0"]),
-    ("versions", "launch", ["c0ffee"]),
-    ("versions", "GPUs", ["H200, 143771 MiB"]),
-]
-
-
-def test_the_tables_of_plan_arguments_and_versions(shown: Page) -> None:
-    for key, row, expected in ROWS:
-        assert shown.row(key, row) == expected
+@pytest.mark.parametrize(
+    ("section", "row", "cells"),
+    [
+        # 256 sequences are 128 pairs
+        ("plan", "batch, rows a step", ["128", "128", "100%"]),
+        ("plan", "steps", ["40", "40", "100%"]),
+        ("plan", "tokens/s, steady", ["–", "6,000", ""]),
+        ("plan", "peak memory allocated, GiB", ["–", "61.25", ""]),
+        ("plan", "processes", ["1", "1", "100%"]),
+        ("plan", "wasted positions", ["–", "25 %", ""]),
+        ("plan", "time", ["–", "1:30:00", ""]),
+        ("arguments", "learning_rate", ["5e-07", "override: learning_rate=5e-7"]),
+        ("arguments", "dataset_mixer_list", ['["a/b", 0.25]', "configs/a.yaml:14"]),
+        ("arguments", "gradient_accumulation_steps", ["4", "derived: batch of 128"]),
+        ("versions", "source", ["trl 1.16.0"]),
+        ("versions", "launch", ["c0ffee"]),
+        ("versions", "GPUs", ["H200, 143771 MiB"]),
+    ],
+)
+def test_the_tables_of_plan_arguments_and_versions(
+    shown: Page, section: str, row: str, cells: list[str]
+) -> None:
+    assert shown.row(section, row) == cells
 
 
 def test_defaults_are_folded(shown: Page) -> None:
     folded = shown.section("arguments").one("details")
     assert "open" not in folded.attributes
-    assert [row[0] for row in rows(folded)[1:]] == ["max_grad_norm", "hub_model_id"]
-    assert rows(folded)[2][1] == "null"
+    _, limit, hub_name = rows(folded)
+    assert limit[0] == "max_grad_norm"
+    assert hub_name[:2] == ["hub_model_id", "null"]
 
 
 def test_findings_and_the_command_to_copy(shown: Page) -> None:
@@ -202,25 +208,33 @@ def test_findings_and_the_command_to_copy(shown: Page) -> None:
 # Curves
 
 
+def measured(steps: Iterable[int], values: Iterable[float | None]) -> dict[int, float]:
+    """The values of a curve without its gaps, by their steps."""
+    points = zip(steps, values, strict=True)
+    return {step: value for step, value in points if value is not None}
+
+
 def test_the_curves_are_those_of_the_run(shown: Page) -> None:
     (run,) = shown.curves["runs"]
-    steps = range(1, 41)
-    assert run["steps"] == list(steps)
-    expected = [loss(step) for step in steps]
-    assert run["columns"]["loss"] == pytest.approx(expected, rel=1e-6)
-    # logged at every fifth step only
-    rates = dict(zip(steps, run["columns"]["learning_rate"], strict=True))
-    assert [step for step in steps if rates[step] is not None] == [*range(5, 41, 5)]
+    assert run["steps"] == ALL_STEPS
+    losses = [loss(step) for step in ALL_STEPS]
+    assert run["columns"]["loss"] == pytest.approx(losses, rel=1e-6)
+
+
+def test_what_is_logged_at_every_fifth_step_has_gaps(shown: Page) -> None:
+    (run,) = shown.curves["runs"]
+    assert list(measured(ALL_STEPS, run["columns"]["learning_rate"])) == EVERY_FIFTH_STEP
 
 
 def test_curves_have_an_order_and_titles(shown: Page) -> None:
-    drawn = [panel["key"] for panel in shown.curves["panels"] if not panel["folded"]]
+    unfolded = [key for key, panel in shown.panels.items() if not panel["folded"]]
     expected = "loss learning_rate tokens memory rewards margin accuracy grad_norm wasted"
-    assert " ".join(drawn) == expected
+    assert unfolded == expected.split()
     titles = {heading.text for heading in shown.section("curves").all("h3")}
     assert {"loss", "learning rate", "tokens/s", "reward margin", "logps/chosen"} <= titles
     # a loss alone needs no name
-    assert [line["label"] for line in shown.panels["loss"]["lines"]] == [""]
+    (line,) = shown.panels["loss"]["lines"]
+    assert line["label"] == ""
 
 
 def test_the_validation_loss_is_drawn_beside_the_loss(folder: RunFolder) -> None:
@@ -231,10 +245,12 @@ def test_the_validation_loss_is_drawn_beside_the_loss(folder: RunFolder) -> None
             file.write(json.dumps(event) + "\n")
     shown = show(*load(folder.path))
 
-    assert [line["label"] for line in shown.panels["loss"]["lines"]] == ["training", "validation"]
-    columns = shown.curves["runs"][0]["columns"]
-    assert columns["eval_loss"] == [None] * 19 + [0.2] + [None] * 19 + [0.4]
-    assert "eval_runtime" not in columns
+    training, validation = shown.panels["loss"]["lines"]
+    assert training["label"] == "training"
+    assert validation["label"] == "validation"
+    (run,) = shown.curves["runs"]
+    assert measured(run["steps"], run["columns"]["eval_loss"]) == {20: 0.2, 40: 0.4}
+    assert "eval_runtime" not in run["columns"]
 
 
 def test_a_validation_loss_that_was_not_finite_leaves_a_gap(folder: RunFolder) -> None:
@@ -248,17 +264,16 @@ def test_a_validation_loss_that_was_not_finite_leaves_a_gap(folder: RunFolder) -
 
 def test_the_validation_loss_of_a_log_alone() -> None:
     run = series.load_run(DATA.parent / "corpus" / "trl_sft_eval.log")
-    losses = dict(zip(run.series.steps, run.series.columns["eval_loss"], strict=True))
-    measured = {step: value for step, value in losses.items() if value is not None}
-    assert measured == {4: 6.099, 8: 5.668, 12: 5.597}
+    losses = run.series.columns["eval_loss"]
+    assert measured(run.series.steps, losses) == {4: 6.099, 8: 5.668, 12: 5.597}
 
 
 def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
-    (run,) = load(write_run(tmp_path / "run", bad=(17, 20)))
-    data = show(run).curves["runs"][0]
-    assert data["nonfinite"] == [17, 20]
-    assert data["columns"]["loss"][16] is None
-    assert "NaN" not in show(run).tree.one("script", id="curves-data").text
+    shown = show(*load(write_run(tmp_path / "run", bad=(17, 20))))
+    (run,) = shown.curves["runs"]
+    assert run["nonfinite"] == [17, 20]
+    assert run["columns"]["loss"][16] is None
+    assert "NaN" not in shown.tree.one("script", id="curves-data").text
 
 
 # Several runs
@@ -268,36 +283,43 @@ def test_stages_share_no_axis(tmp_path: Path) -> None:
     sft = write_run(tmp_path / "sft", record=manifest(name="a", stage="sft"), steps=20)
     dpo = write_run(tmp_path / "dpo", record=manifest(name="b"))
     shown = show(*load(sft, dpo))
-    losses = [panel for panel in shown.curves["panels"] if panel["key"].startswith("loss")]
+    losses = [panel for key, panel in shown.panels.items() if key.startswith("loss")]
     assert [panel["runs"] for panel in losses] == [[0], [1]]
-    headings = shown.section("curves").all("h3")
-    assert [h.text for h in headings if "class" in h.attributes] == ["SFT", "DPO"]
+    headings = shown.section("curves").all("h3", **{"class": "stage"})
+    assert [heading.text for heading in headings] == ["SFT", "DPO"]
 
 
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
-    other = manifest(name="other")
-    other["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    shown = show(
-        *load(write_run(tmp_path / "one"), write_run(tmp_path / "two", record=other, steps=60))
-    )
-
+    first = write_run(tmp_path / "one")
+    second = write_run(tmp_path / "two", record=manifest(name="other"))
+    shown = show(*load(first, second))
     assert [run["name"] for run in shown.curves["runs"]] == ["dpo tulu", "dpo other"]
     boxes = shown.tree.all("input", type="checkbox")
     assert [box.attributes["data-run"] for box in boxes] == ["0", "1"]
     labels = shown.tree.one("fieldset").all("label")
     assert [label.words for label in labels] == ["1dpo tulu", "2dpo other"]
+
+
+def test_the_tables_of_several_runs_show_how_they_differ(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "one")
+    record = manifest(name="other")
+    record["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
+    second = write_run(tmp_path / "two", record=record, steps=60)
+    shown = show(*load(first, second))
     arguments = shown.section("arguments").all("table")[0]
     assert rows(arguments)[1:] == [["learning_rate", "1 5e-072 1e-06"]]
-    assert [row[2] for row in rows(shown.section("plan"))] == ["steps", "40", "60plan 40"]
+    steps = [row[2] for row in rows(shown.section("plan"))]
+    assert steps == ["steps", "40", "60plan 40"]
 
 
 def test_figures_of_several_runs_show_the_difference_from_the_first(tmp_path: Path) -> None:
-    shown = show(*load(write_run(tmp_path / "one"), write_run(tmp_path / "two", scale=2)))
-    head, first, second = rows(shown.tree.one("table", **{"class": "overview"}))
-    speed = head.index("tokens/s")
-    assert [first[speed], second[speed]] == ["6,000", "3,000−50.0%"]
-    steps = head.index("steps")
-    assert [first[steps], second[steps]] == ["40", "40"]
+    first = write_run(tmp_path / "one")
+    slower = write_run(tmp_path / "two", scale=2)
+    shown = show(*load(first, slower))
+    overview = shown.tree.one("table", **{"class": "overview"})
+    columns = {head: cells for head, *cells in zip(*rows(overview), strict=True)}
+    assert columns["tokens/s"] == ["6,000", "3,000−50.0%"]
+    assert columns["steps"] == ["40", "40"]
 
 
 # Samples
@@ -355,7 +377,7 @@ def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     (run,) = load(log)
     assert run.stage == "dpo"
     shown = show(run)
-    assert shown.curves["runs"][0]["steps"] == list(range(5, 41, 5))
+    assert shown.curves["runs"][0]["steps"] == EVERY_FIFTH_STEP
     assert "train.log:17" in shown.row("verdict", "finish")[3]
 
 
@@ -393,15 +415,16 @@ def test_the_json_form_has_the_same_content(run: Run) -> None:
     assert content["plan"]["global"] == 128
     assert content["measured"]["tokens_per_second"] == 6000
     assert content["args"]["learning_rate"]["origin"].startswith("override")
-    lengths = {len(values) for values in content["series"]["columns"].values()}
-    assert lengths == {len(content["series"]["steps"])} == {40}
+    assert len(content["series"]["steps"]) == 40
+    for values in content["series"]["columns"].values():
+        assert len(values) == 40
 
 
 def test_the_page_of_a_judged_run_is_written(folder: RunFolder) -> None:
     verdict = conclude.finish(folder)
     assert page.default_path(load(folder.path)) == folder.report
-    (drawn,) = Page(folder.report.read_text()).curves["runs"]
-    assert drawn["steps"] == list(range(1, 41))
+    (run,) = Page(folder.report.read_text()).curves["runs"]
+    assert run["steps"] == ALL_STEPS
 
     # without the evidence it is the page without curves, and without a way there
     content = rundir.read_json(folder.manifest)

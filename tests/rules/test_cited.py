@@ -10,7 +10,7 @@ import pytest
 from conftest import Write
 
 from launcher.config import load
-from launcher.errors import Finding
+from launcher.errors import Finding, Severity
 from launcher.rules.rule import cites, say
 from launcher.stage import stage
 from launcher.upstream import citations, locate
@@ -33,10 +33,12 @@ def load(one):
 """
 
 
-def package(place: Path, text: str, name: str = "open_instruct") -> dict[str, Folder]:
-    (place / name).mkdir(parents=True, exist_ok=True)
-    (place / name / "data.py").write_text(text)
-    return {name: Folder(place / name)}
+def write_package(place: Path, text: str) -> dict[str, Folder]:
+    """open-instruct with one module."""
+    folder = place / "open_instruct"
+    folder.mkdir(parents=True)
+    (folder / "data.py").write_text(text)
+    return {folder.name: Folder(folder)}
 
 
 DATA = "open_instruct/data.py"
@@ -68,46 +70,46 @@ def test_citations_of_a_text(text: str, cited: list[str]) -> None:
         assert str(citations.parse(name)) == name
 
 
+PLACES = {LIMIT, FIELD, TEST, CALL}
+GUARDED_CALL = "    if one.limit > LIMIT:\n        return one.load()"
+
+
 @pytest.mark.parametrize(
-    ("change", "lost", "differing"),
+    ("line", "replacement", "lost", "differing"),
     [
-        (("LIMIT = 5", "import os\n\nLIMIT  =  5  "), set(), set()),
-        (("self.limit > LIMIT", "self.limit >= LIMIT"), set(), {TEST}),
-        (("LIMIT = 5", "LIMIT = 6"), {LIMIT}, {LIMIT}),
+        ("LIMIT = 5", "import os\n\nLIMIT  =  5  ", set(), set()),
+        ("self.limit > LIMIT", "self.limit >= LIMIT", set(), {TEST}),
+        ("LIMIT = 5", "LIMIT = 6", {LIMIT}, {LIMIT}),
         # a class of another name has its methods still
-        (("class Data", "class Other"), {FIELD}, {FIELD}),
-        (("    def load(self)", "    def read(self)"), {TEST}, {TEST}),
+        ("class Data", "class Other", {FIELD}, {FIELD}),
+        ("    def load(self)", "    def read(self)", {TEST}, {TEST}),
         # the line survives inside a new `if`: it is located, and no longer always true
-        (
-            ("    return one.load()", "    if one.limit > LIMIT:\n        return one.load()"),
-            set(),
-            {CALL},
-        ),
-        (("    return one.load()", "    print(one)\n    return one.load()"), set(), set()),
-        (("            raise", "            self.limit = 0\n            raise"), set(), {TEST}),
-        (("one.load()", "one.load()\n    one.load()"), {CALL}, {CALL}),
-        ((OLD, "def broken("), {LIMIT, FIELD, TEST, CALL}, {LIMIT, FIELD, TEST, CALL}),
+        ("    return one.load()", GUARDED_CALL, set(), {CALL}),
+        ("    return one.load()", "    print(one)\n    return one.load()", set(), set()),
+        ("            raise", "            self.limit = 0\n            raise", set(), {TEST}),
+        ("one.load()", "one.load()\n    one.load()", {CALL}, {CALL}),
+        (OLD, "def broken(", PLACES, PLACES),
     ],
 )
 def test_a_line_is_as_it_was_where_its_function_is(
-    tmp_path: Path, change: tuple[str, str], lost: set[str], differing: set[str]
+    tmp_path: Path, line: str, replacement: str, lost: set[str], differing: set[str]
 ) -> None:
-    places = [LIMIT, FIELD, TEST, CALL]
-    table = citations.table(package(tmp_path / "pin", OLD), [*places, "torch/a.py::f"])
-    assert set(table) == set(places)
-    source = citations.SourceFiles(package(tmp_path / "other", OLD.replace(*change)))
-    assert {name for name in places if source.place(name) is None} == lost
+    table = citations.table(write_package(tmp_path / "pin", OLD), [*PLACES, "torch/a.py::f"])
+    assert set(table) == PLACES
+    other = write_package(tmp_path / "other", OLD.replace(line, replacement))
+    source = citations.SourceFiles(other)
+    assert {name for name in PLACES if source.place(name) is None} == lost
 
-    def changed(place: Callable[[str], CitedPlace | None], **how: Any) -> set[str]:
-        standing = citations.RuleStanding("aaaaaaaaaaaa", {"a 1": table}, place, **how)
+    def find_changed(place: Callable[[str], CitedPlace | None], **options: Any) -> set[str]:
+        standing = citations.RuleStanding("aaaaaaaaaaaa", {"a 1": table}, place, **options)
         assert not standing.changed(rule_about("torch/a.py::f"))
-        return {name for name in places if standing.changed(rule_about(name))}
+        return {name for name in PLACES if standing.changed(rule_about(name))}
 
-    assert changed(source.place) == differing
+    assert find_changed(source.place) == differing
     # of a release that is merely installed the line alone counts
-    assert changed(source.place, by_line=True) <= differing
-    assert changed(source.place, others=frozenset({DATA})) == set()
-    assert changed(lambda name: None) == set(places)
+    assert find_changed(source.place, by_line=True) <= differing
+    assert find_changed(source.place, others=frozenset({DATA})) == set()
+    assert find_changed(lambda name: None) == PLACES
 
 
 def rule_about(
@@ -121,52 +123,51 @@ def rule_about(
 
 
 def test_a_rule_counts_in_full_once_it_is_confirmed(tmp_path: Path) -> None:
-    guarded = OLD.replace(
-        "    return one.load()", "    if one.limit > LIMIT:\n        return one.load()"
-    )
-    old = citations.table(package(tmp_path / "old", OLD), [CALL])
-    new = citations.table(package(tmp_path / "new", guarded), [CALL])
+    guarded = OLD.replace("    return one.load()", GUARDED_CALL)
+    old = citations.table(write_package(tmp_path / "old", OLD), [CALL])
+    new = citations.table(write_package(tmp_path / "new", guarded), [CALL])
     commits = {"open_instruct aaa111": old, "open_instruct bbb222": new}
-    standing = citations.RuleStanding("aaaaaaaaaaaa", commits, new.get)
+    at_old = citations.RuleStanding("aaaaaaaaaaaa", commits, old.get)
+    at_new = citations.RuleStanding("aaaaaaaaaaaa", commits, new.get)
+
     finding = say("error", "x", "y", "z")
     for rule in (rule_about(CALL), rule_about(CALL, reviewed=("ccc",))):
-        assert standing.weighed(finding, standing.changed(rule)).severity == "note"
+        assert at_new.weighed(finding, at_new.changed(rule)).severity == "note"
     confirmed = rule_about(CALL, reviewed=("bbb",))
-    assert standing.changed(confirmed) == []
-    assert citations.RuleStanding("aaaaaaaaaaaa", commits, old.get).changed(confirmed) == []
+    assert at_new.changed(confirmed) == []
+    assert at_old.changed(confirmed) == []
 
 
-def test_a_finding_says_what_its_rule_was_written_for() -> None:
-    place = CitedPlace(7, "a", "b")
-    less = {
-        True: {"error": "warning", "warning": "note", "note": "note"},
-        False: dict.fromkeys(("error", "warning", "note"), "note"),
-    }
-    for by_line, severities in less.items():
-        standing = citations.RuleStanding(
-            "aaaaaaaaaaaa",
-            {"open_instruct " + 40 * "a": {CALL: place}},
-            lambda _: None,
-            by_line=by_line,
-        )
-        for severity, weaker in severities.items():
-            original = say(severity, "x", "y", "z")  # type: ignore[arg-type]
-            finding = standing.weighed(original, standing.changed(rule_about(CALL)))
-            message = "z (written for aaaaaaaaaaaa: this source differs at data.py:7)"
-            assert (finding.severity, finding.message) == (weaker, message)
+@pytest.mark.parametrize(
+    ("by_line", "severity", "weaker"),
+    [
+        (True, "error", "warning"),
+        (True, "warning", "note"),
+        (True, "note", "note"),
+        (False, "error", "note"),
+        (False, "warning", "note"),
+        (False, "note", "note"),
+    ],
+)
+def test_a_finding_says_what_its_rule_was_written_for(
+    by_line: bool, severity: Severity, weaker: Severity
+) -> None:
+    commits = {"open_instruct " + 40 * "a": {CALL: CitedPlace(7, "a", "b")}}
+    standing = citations.RuleStanding("aaaaaaaaaaaa", commits, lambda _: None, by_line=by_line)
+    original = say(severity, "x", "y", "z")
+    finding = standing.weighed(original, standing.changed(rule_about(CALL)))
+    assert finding.severity == weaker
+    assert finding.message == "z (written for aaaaaaaaaaaa: this source differs at data.py:7)"
 
 
 def test_numbers_are_rendered() -> None:
     lines = {CALL: 12}
-    text = (
-        "`data.py::load[one.load()]` and (open_instruct/data.py::load[one.load()]), data.py::gone"
-    )
-    assert (
-        citations.rendered(text, lines.get)
-        == "`data.py:12` and (open_instruct/data.py:12), data.py"
-    )
-    cited = "finetune.py::main[snapshot_download]"
-    assert re.fullmatch(r"finetune\.py:\d+ asks", citations.rendered(f"{cited} asks"))
+    text = f"`data.py::load[one.load()]` and ({CALL}), data.py::gone"
+    rendered = citations.rendered(text, lines.get)
+    assert rendered == "`data.py:12` and (open_instruct/data.py:12), data.py"
+
+    rendered = citations.rendered("finetune.py::main[snapshot_download] asks")
+    assert re.fullmatch(r"finetune\.py:\d+ asks", rendered)
 
 
 def judge(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
@@ -191,16 +192,18 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(
     # another commit, that changes nothing of what is cited, and moves all of it
     data.write_text("import os\n" + "".join(lines))
     moved = judge(copy.parent, write, hub)
-    assert "unpinned-checkout" in moved and moved["unknown-function"].severity == "error"
+    assert "unpinned-checkout" in moved
+    assert moved["unknown-function"].severity == "error"
+
     cited = next(number for number, line in enumerate(lines) if "GET_TOKENIZER_FN[" in line)
     lines[cited] = lines[cited].replace("GET_TOKENIZER_FN[", "dict(GET_TOKENIZER_FN)[")
     data.write_text("".join(lines))
     weaker = judge(copy.parent, write, hub)["unknown-function"]
     assert weaker.severity == "note"
-    assert weaker.message == moved["unknown-function"].message + (
-        " (written for 45901fd00593: this source differs at dataset_transformation.py:920)"
-    )
+    reason = "written for 45901fd00593: this source differs at dataset_transformation.py:920"
+    assert weaker.message == f"{moved['unknown-function'].message} ({reason})"
     assert judge(checkout, write, hub)["unknown-function"] == moved["unknown-function"]
+
     # rules about other lines, and of launch's own, count as before
     odd = judge(copy.parent, write, "", data="[a/b, x]")
     assert odd["mixer-amount"].severity == "error"

@@ -248,8 +248,8 @@ UNMEANT = [
     sft(
         "warning data-columns",
         [
-            {"text": QUESTION, "role": "prompter", "parent_id": None if n == 0 else "x"}
-            for n in range(8)
+            {"text": QUESTION, "role": "prompter", "parent_id": None},
+            *[{"text": QUESTION, "role": "prompter", "parent_id": "x"}] * 7,
         ],
         "`parent_id`",
     ),

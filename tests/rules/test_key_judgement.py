@@ -13,6 +13,7 @@ import pytest
 import yaml
 from conftest import NO_PACKAGES
 from rule_findings import QWEN2
+from saved import tensors
 
 from launcher.cli.main import main
 from launcher.errors import Exit
@@ -20,7 +21,6 @@ from launcher.errors import Exit
 MODEL = {**QWEN2, "dtype": "float32"}
 TOKENS = MODEL["vocab_size"]
 Capture = pytest.CaptureFixture[str]
-WORDS = [f"word{index}" for index in range(TOKENS - 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,34 +43,48 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_data()
 
 
-def make_model(folder: str = "model", *, tokens: tuple[str, ...] = (), **config: Any) -> None:
-    """A tied model of 100 rows, whose tokenizer has so many words; `tokens` are added to them."""
+def make_model(
+    folder: str = "model",
+    *,
+    added: str = "",
+    eos_token: str = "<eos>",
+    pad_token: str = "<pad>",
+    chat_template: str = "{{ messages }}",
+    **config: Any,
+) -> None:
+    """A tied model of 100 rows, whose tokenizer has as many tokens and perhaps an added one."""
     path = Path(folder)
     path.mkdir()
+    tokenizer = {"eos_token": eos_token, "pad_token": pad_token}
     (path / "config.json").write_text(json.dumps({**MODEL, **config}))
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
-    added = [{"id": TOKENS + index, "content": token} for index, token in enumerate(tokens)]
-    tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    set_tokenizer(folder, eos_token="<eos>", pad_token="<pad>")
-    (path / "chat_template.jinja").write_text("{{ messages }}")
-    weight = {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}}
-    header = json.dumps(weight).encode()
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer_of(added)))
+    (path / "chat_template.jinja").write_text(chat_template)
+    weight = {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"model.embed_tokens.weight": weight}).encode()
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
-def set_tokenizer(folder: str, **keys: Any) -> None:
-    path = Path(folder, "tokenizer_config.json")
-    held = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**held, **keys}))
+def tokenizer_of(added: str) -> dict[str, Any]:
+    words = ["<pad>", "<eos>"]
+    for index in range(TOKENS - len(words)):
+        words.append(f"word{index}")
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer: dict[str, Any] = {"model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+    tokenizer["added_tokens"] = []
+    if added:
+        tokenizer["added_tokens"].append({"id": TOKENS, "content": added})
+    return tokenizer
 
 
 def make_data(name: str = "data/train.jsonl") -> None:
     path = Path(name)
     path.parent.mkdir(exist_ok=True)
-    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
-    other = [turns[0], {"role": "assistant", "content": "c"}]
-    path.write_text(json.dumps({"messages": turns, "chosen": turns, "rejected": other}) + "\n")
+    question = {"role": "user", "content": "a?"}
+    chosen = [question, {"role": "assistant", "content": "b"}]
+    rejected = [question, {"role": "assistant", "content": "c"}]
+    row = {"messages": chosen, "chosen": chosen, "rejected": rejected}
+    path.write_text(json.dumps(row) + "\n")
 
 
 def summarise(capsys: Capture, stage: Mapping[str, Any], codes: tuple[str, ...]) -> str:
@@ -182,9 +196,9 @@ OVER_BF16 = ("fp16-over-bf16",)
 )
 def test_open_instruct_loads_bfloat16(capsys: Capture, case: Case, stage: str) -> None:
     make_model()
-    options = {"mixed_precision": "fp16", **case.options}
-    case = Case(args=case.args, options=options, said=case.said)
-    assert summarise(capsys, open_instruct(case, stage=stage), OVER_BF16) == case.said
+    content = open_instruct(case, stage=stage)
+    content.setdefault("mixed_precision", "fp16")
+    assert summarise(capsys, content, OVER_BF16) == case.said
 
 
 ROUNDED = ("steps-rounded",)
@@ -391,8 +405,9 @@ def test_a_batch_that_no_gpus_can_split(
     capsys: Capture, trainer: Any, batch: dict[str, int], args: dict[str, int], is_said: bool
 ) -> None:
     make_model()
+    case = Case(options={"batch": batch}, args=args)
     said = "impossible-batch error batch.global" if is_said else ""
-    assert summarise(capsys, trainer(Case(options={"batch": batch}, args=args)), BATCHED) == said
+    assert summarise(capsys, trainer(case), BATCHED) == said
 
 
 BEYOND = ("tokens-beyond-embedding", "embedding-resized")
@@ -400,93 +415,79 @@ WARNED = "tokens-beyond-embedding warning model_name_or_path"
 REFUSED = "tokens-beyond-embedding error model_name_or_path"
 
 
-def grow() -> None:
-    make_model(tokens=("<new>",))
-
-
-def grow_pad() -> None:
-    make_model(tokens=("<new>",))
-    set_tokenizer("model", pad_token="<new>")
-
-
-def miss_pad() -> None:
-    make_model()
-    set_tokenizer("model", pad_token="[PAD]")
-
-
-def grow_end() -> None:
-    make_model(tokens=("<end>",))
-    set_tokenizer("model", eos_token="<end>")
-    Path("model/chat_template.jinja").write_text("{{ messages }}{{ eos_token }}")
-
-
-def move_pad_id_beyond() -> None:
-    make_model(pad_token_id=TOKENS)
-
-
-def pad_rows() -> None:
-    # as many models have it: more rows than tokens
-    make_model(vocab_size=TOKENS + 28, tokens=("<new>",))
+ADDED = {"added": "<new>"}
+ADDED_PAD = {"added": "<new>", "pad_token": "<new>"}
+ADDED_END = {
+    "added": "<end>",
+    "eos_token": "<end>",
+    "chat_template": "{{ messages }}{{ eos_token }}",
+}
+UNKNOWN_PAD = {"pad_token": "[PAD]"}
+PAD_ID_BEYOND = {"pad_token_id": TOKENS}
+# as many models have it: more rows than tokens
+MORE_ROWS = {"added": "<new>", "vocab_size": TOKENS + 28}
+ROWS_ALONE = {"batch": {"global": 8, "per_device": 1}}
 
 
 @pytest.mark.parametrize(
-    ("make", "case", "said"),
+    ("model", "case", "said"),
     [
-        (grow, Case(), WARNED),
-        (grow_pad, Case(), REFUSED),
-        (miss_pad, Case(), REFUSED),
-        (miss_pad, Case(stage="dpo", options={"batch": {"global": 8, "per_device": 1}}), REFUSED),
-        (grow_end, Case(), REFUSED),
-        (move_pad_id_beyond, Case(), REFUSED),
+        (ADDED, Case(), WARNED),
+        (ADDED_PAD, Case(), REFUSED),
+        (UNKNOWN_PAD, Case(), REFUSED),
+        (UNKNOWN_PAD, Case(stage="dpo", options=ROWS_ALONE), REFUSED),
+        (ADDED_END, Case(), REFUSED),
+        (PAD_ID_BEYOND, Case(), REFUSED),
         # no row is padded, or with another token
-        (grow_pad, Case(options={"batch": {"global": 8, "per_device": 1}}), WARNED),
-        (grow_pad, Case(args={"pad_token": "<pad>"}), WARNED),
+        (ADDED_PAD, Case(options=ROWS_ALONE), WARNED),
+        (ADDED_PAD, Case(args={"pad_token": "<pad>"}), WARNED),
         # tokens of another tokenizer's template get rows
-        (grow_pad, Case(args={"chat_template_path": "org/other"}), ""),
-        (make_model, Case(), ""),
-        (pad_rows, Case(), ""),
+        (ADDED_PAD, Case(args={"chat_template_path": "org/other"}), ""),
+        ({}, Case(), ""),
+        (MORE_ROWS, Case(), ""),
     ],
 )
-def test_tokens_without_a_row(capsys: Capture, make: Any, case: Case, said: str) -> None:
-    make()
+def test_tokens_without_a_row(capsys: Capture, model: Any, case: Case, said: str) -> None:
+    make_model(**model)
     assert summarise(capsys, trl(case), BEYOND) == said
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 @pytest.mark.parametrize(
-    ("make", "args", "said"),
+    ("model", "args", "said"),
     [
-        (grow, {}, "embedding-resized note model_name_or_path"),
-        (grow, {"use_lora": True}, "embedding-resized warning model_name_or_path"),
-        (move_pad_id_beyond, {}, REFUSED),
-        (make_model, {}, ""),
-        (pad_rows, {"use_lora": True}, ""),
+        (ADDED, {}, "embedding-resized note model_name_or_path"),
+        (ADDED, {"use_lora": True}, "embedding-resized warning model_name_or_path"),
+        (PAD_ID_BEYOND, {}, REFUSED),
+        ({}, {}, ""),
+        (MORE_ROWS, {"use_lora": True}, ""),
     ],
 )
 def test_open_instruct_adds_rows(
-    capsys: Capture, make: Any, args: dict[str, Any], said: str, stage: str
+    capsys: Capture, model: Any, args: dict[str, Any], said: str, stage: str
 ) -> None:
-    make()
+    make_model(**model)
     assert summarise(capsys, open_instruct(Case(args=args, stage=stage)), BEYOND) == said
 
 
-def test_both_sizes_are_named(capsys: Capture) -> None:
-    grow()
-    for trainer in (trl, open_instruct):
-        message = printed(capsys, trainer(Case()))
-        assert "101 tokens" in message and "100 rows" in message and "`<new>`" in message
+@pytest.mark.parametrize("trainer", [trl, open_instruct])
+def test_both_sizes_are_named(capsys: Capture, trainer: Any) -> None:
+    make_model(**ADDED)
+    message = printed(capsys, trainer(Case()))
+    assert "101 tokens" in message
+    assert "100 rows" in message
+    assert "`<new>`" in message
 
 
 ADAPTER = ("adapter-alone", "incomplete-model", "incomplete-tokenizer", "missing-model")
 
 
-def make_adapter(folder: str = "adapter", base: str = "org/base") -> None:
+def make_adapter(folder: str = "adapter") -> None:
     path = Path(folder)
     path.mkdir()
-    (path / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": base, "peft_type": "LORA"})
-    )
-    (path / "adapter_model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    config = {"base_model_name_or_path": "org/base", "peft_type": "LORA"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    tensors(path / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("trainer", [trl, open_instruct])

@@ -35,8 +35,10 @@ def refusals(world: World, output: str | Path, **args: object) -> list[Finding]:
 
 def reason(world: World, output: str | Path, **args: object) -> str:
     (finding,) = refusals(world, output, **args)
-    assert finding.severity == "error" and finding.layer == "launch"
-    assert finding.key == "args.output_dir" and finding.line is not None
+    assert finding.severity == "error"
+    assert finding.layer == "launch"
+    assert finding.key == "args.output_dir"
+    assert finding.line is not None
     assert finding.help
     return finding.message
 

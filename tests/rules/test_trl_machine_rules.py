@@ -3,12 +3,11 @@
 Where the training packages are, their own code is asked the same questions about DeepSpeed files.
 """
 
-import copy
 import json
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from launcher.machine.python import find_trainer
 from launcher.rules import deepspeed
 from launcher.rules.context import Context, Split
 from launcher.stage.options import deepspeed_file
+from launcher.upstream.schema import Values
 
 SCRIPTS = ("trl-sft", "trl-dpo")
 AUTO = {
@@ -40,154 +40,201 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def judge_sft(args: dict[str, Any], **known: Any) -> list[str]:
-    return summarise_run("trl-sft", args, **known)
+def judge_sft(args: dict[str, Any], **facts: Any) -> list[str]:
+    return summarise_run("trl-sft", args, **facts)
 
 
-def judge_dpo(args: dict[str, Any], **known: Any) -> list[str]:
-    return summarise_run("trl-dpo", args, **known)
+def judge_dpo(args: dict[str, Any], **facts: Any) -> list[str]:
+    return summarise_run("trl-dpo", args, **facts)
 
 
-def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in file.items() if name not in names}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
-    arguments = ({}, {"bf16": False}, {"fp16": True}, {"max_grad_norm": 0.5})
-    for file in (None, *SHIPPED.values()):
-        for args in arguments:
-            known = {"deepspeed": file, "packages": {}, "per_device": 4, "accumulation": 4}
-            assert summarise_run(script, args, **known, machine=THIS_MACHINE) == []
-            # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
-            known["mixed_precision"] = "bf16"
-            for gpus in (1, 8):
-                assert summarise_run(script, args, **known, gpus=gpus, machine=THIS_MACHINE) == []
+def without(name: str) -> dict[str, Any]:
+    """A DeepSpeed file that leaves this setting out."""
+    return {key: value for key, value in AUTO.items() if key != name}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_what_works_is_left_alone(script: str) -> None:
-    # each of these was run
-    quantised = {"load_in_4bit": True, "use_peft": True}
-    packages = {"bitsandbytes": "0.50.2"}
-    assert summarise_run(script, {**quantised, "bf16": False}, **ON_CPU, packages=packages) == []
-    assert (
-        summarise_run(script, quantised, gpus=8, deepspeed=SHIPPED["zero3"], packages=packages)
-        == []
-    )
-    paged = {"optim": "paged_adamw_32bit", "bf16": False}
-    assert summarise_run(script, paged, **ON_CPU, packages=packages) == []
-    assert summarise_run(script, {"ddp_backend": "gloo"}, gpus=1, deepspeed=AUTO) == []
-    assert summarise_run(script, {"ddp_backend": "nccl"}, gpus=8) == []
-    assert summarise_run(script, {"fsdp": "full_shard"}, gpus=8) == []
-    assert summarise_run(script, {"attn_implementation": "flash_attention_2"}, gpus=8) == []
+@pytest.mark.parametrize(
+    "args", [{}, {"bf16": False}, {"fp16": True}, {"max_grad_norm": 0.5}], ids=str
+)
+@pytest.mark.parametrize("deepspeed", [None, *SHIPPED])
+def test_shipped_deepspeed_files_fit_any_arguments(
+    script: str, args: Any, deepspeed: str | None
+) -> None:
+    facts = {
+        "deepspeed": SHIPPED.get(deepspeed),
+        "packages": {},
+        "per_device": 4,
+        "accumulation": 4,
+        "machine": THIS_MACHINE,
+    }
+    assert summarise_run(script, args, **facts) == []
+    # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
+    facts["mixed_precision"] = "bf16"
+    assert summarise_run(script, args, **facts, gpus=1) == []
+    assert summarise_run(script, args, **facts, gpus=8) == []
 
 
 NO_BF16 = {"bf16": False}
-CPU = [
-    ({}, "bf16-on-cpu", "bf16"),
-    ({"bf16": True}, "bf16-on-cpu", "bf16"),
-    ({**NO_BF16, "bf16_full_eval": True}, "bf16-on-cpu", "bf16_full_eval"),
-    (
-        {**NO_BF16, "attn_implementation": "flash_attention_2"},
-        "attention-missing",
-        "attn_implementation",
-    ),
-    (
-        {**NO_BF16, "attn_implementation": "flex_attention"},
-        "attention-missing",
-        "attn_implementation",
-    ),
-    (
-        {**NO_BF16, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
-        "attention-missing",
-        "model_init_kwargs",
-    ),
-]
-PRECISIONS = [
-    ({}, "no", True),
-    ({}, "fp16", True),
-    ({}, "bf16", False),
-    ({}, None, False),
-    (NO_BF16, "bf16", False),
-    (NO_BF16, "no", False),
-    ({"fp16": True}, "bf16", True),
-    ({"fp16": True}, "fp16", False),
-]
+QUANTISED = {"load_in_4bit": True, "use_peft": True}
+WITH_BITSANDBYTES = {"packages": {"bitsandbytes": "0.50.2"}}
 
 
-def test_the_cpu_and_its_precision() -> None:
-    for args, code, key in CPU:
-        assert judge_sft(args, **ON_CPU, packages={}) == [f"{code} error {key}"]
-        # where there are GPUs the same is fine
-        assert (
-            judge_sft(args, gpus=8, packages={"flash-attn": "2.8.3"}, mixed_precision="bf16") == []
-        )
+# each of these was run
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("args", "facts"),
+    [
+        ({**QUANTISED, **NO_BF16}, {**ON_CPU, **WITH_BITSANDBYTES}),
+        (QUANTISED, {"gpus": 8, "deepspeed": SHIPPED["zero3"], **WITH_BITSANDBYTES}),
+        ({"optim": "paged_adamw_32bit", **NO_BF16}, {**ON_CPU, **WITH_BITSANDBYTES}),
+        ({"ddp_backend": "gloo"}, {"gpus": 1, "deepspeed": AUTO}),
+        ({"ddp_backend": "nccl"}, {"gpus": 8}),
+        ({"fsdp": "full_shard"}, {"gpus": 8}),
+        ({"attn_implementation": "flash_attention_2"}, {"gpus": 8}),
+    ],
+)
+def test_what_works_is_left_alone(script: str, args: Any, facts: Any) -> None:
+    assert summarise_run(script, args, **facts) == []
+
+
+FLASH = {"attn_implementation": "flash_attention_2"}
+FLEX = {"attn_implementation": "flex_attention"}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "key"),
+    [
+        ({}, "bf16-on-cpu", "bf16"),
+        ({"bf16": True}, "bf16-on-cpu", "bf16"),
+        ({**NO_BF16, "bf16_full_eval": True}, "bf16-on-cpu", "bf16_full_eval"),
+        ({**NO_BF16, **FLASH}, "attention-missing", "attn_implementation"),
+        ({**NO_BF16, **FLEX}, "attention-missing", "attn_implementation"),
+        ({**NO_BF16, "model_init_kwargs": FLASH}, "attention-missing", "model_init_kwargs"),
+    ],
+)
+def test_what_the_cpu_cannot_do(args: Any, code: str, key: str) -> None:
+    assert judge_sft(args, **ON_CPU, packages={}) == [f"{code} error {key}"]
+    packages = {"flash-attn": "2.8.3"}
+    assert judge_sft(args, gpus=8, packages=packages, mixed_precision="bf16") == []
+
+
+def test_bf16_on_the_cpu_says_whether_it_is_the_default() -> None:
     (by_default,) = judge_run("trl-sft", {}, **ON_CPU)
     assert "default" in by_default.message
     assert "use_cpu: true" in str(by_default.help)
     (asked_for,) = judge_run("trl-sft", {"bf16": True}, **ON_CPU)
     assert "default" not in asked_for.message
-    # ways to train on the cpu
-    for args in ({"use_cpu": True, "bf16": True, "bf16_full_eval": True}, NO_BF16):
-        assert judge_sft(args, **ON_CPU, packages={}) == []
+
+
+def test_ways_to_train_on_the_cpu() -> None:
+    in_bf16 = {"use_cpu": True, "bf16": True, "bf16_full_eval": True}
+    assert judge_sft(in_bf16, **ON_CPU, packages={}) == []
+    assert judge_sft(NO_BF16, **ON_CPU, packages={}) == []
     assert judge_dpo({"use_cpu": True}, gpus=1) == ["cpu-beside-gpus error use_cpu"]
-    # `mixed_precision:` is for accelerate, and is not read
-    for args, option, speaks in PRECISIONS:
-        expected = ["mixed-precision-unread warning mixed_precision"] if speaks else []
-        assert judge_sft(args, mixed_precision=option) == expected
-        # a start fills in a default of its own
-        assert judge_sft(args, mixed_precision=option, gpus=8) == []
 
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
-SPLIT = {"gpus": 8, "per_device": 4, "accumulation": 2}
-# a file, what else is known, and the code that is said of it
-FILES = [
-    ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch"),
-    ({**AUTO, "gradient_clipping": 0.5}, {}, "deepspeed-mismatch"),
-    ({**AUTO, "train_micro_batch_size_per_gpu": 2}, {"per_device": 4}, "deepspeed-mismatch"),
-    ({**AUTO, "gradient_accumulation_steps": 2}, {"accumulation": 4}, "deepspeed-mismatch"),
-    ({**AUTO, "train_batch_size": 128}, SPLIT, "deepspeed-mismatch"),
-    ({**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {}, "deepspeed-mismatch"),
-    ({**AUTO, "scheduler": {"params": {"warmup_num_steps": 5}}}, {}, "deepspeed-mismatch"),
-    (without(AUTO, "gradient_accumulation_steps"), {"accumulation": 4}, "deepspeed-mismatch"),
-    ({**AUTO, "fp16": {"enabled": True}}, {}, "deepspeed-mismatch"),
-    ({**AUTO, "bf16": {"enabled": False}}, {}, "deepspeed-mismatch"),
-    ({**AUTO, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved"),
-]
-GOOD = [
-    (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
-    (without(AUTO, "gradient_accumulation_steps"), {}, {"accumulation": 1}),
-    (without(AUTO, "train_micro_batch_size_per_gpu"), {}, {}),
-    ({**AUTO, "bf16": {"enabled": False}}, NO_BF16, {}),
-    ({**AUTO, "fp16": {"enabled": True}}, {"fp16": True}, {}),
-    ({**AUTO, "optimizer": OPTIMIZER}, {}, {}),
-    ({**AUTO, "zero_optimization": {"stage": 3}}, {"use_peft": True}, {}),
-    ({**AUTO, "train_batch_size": 64}, {}, SPLIT),
-]
+@pytest.mark.parametrize(
+    ("args", "mixed_precision", "is_unread"),
+    [
+        ({}, "no", True),
+        ({}, "fp16", True),
+        ({}, "bf16", False),
+        ({}, None, False),
+        (NO_BF16, "bf16", False),
+        (NO_BF16, "no", False),
+        ({"fp16": True}, "bf16", True),
+        ({"fp16": True}, "fp16", False),
+    ],
+)
+def test_mixed_precision_is_for_accelerate(
+    args: Any, mixed_precision: str | None, is_unread: bool
+) -> None:
+    expected = ["mixed-precision-unread warning mixed_precision"] if is_unread else []
+    assert judge_sft(args, mixed_precision=mixed_precision) == expected
+    # a start fills in a default of its own
+    assert judge_sft(args, mixed_precision=mixed_precision, gpus=8) == []
 
 
-def test_deepspeed_files() -> None:
-    for file, known, code in FILES:
-        severity = "warning" if code == "zero3-unsaved" else "error"
-        assert judge_sft({}, deepspeed=file, **known) == [f"{code} {severity} deepspeed"]
-        # on the CPU no file is read
-        assert judge_sft(NO_BF16, deepspeed=file, **{**known, "gpus": 0}) == []
-    for file, args, known in GOOD:
-        assert judge_sft(args, deepspeed=file, **known) == []
+AUTO_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
+OTHER_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+ONE_STEP_IS_64 = {"gpus": 8, "per_device": 4, "accumulation": 2}
 
 
-def test_deepspeed_files_and_arguments() -> None:
+@pytest.mark.parametrize(
+    ("file", "facts"),
+    [
+        ({**AUTO, "gradient_clipping": 0.5}, {}),
+        ({**AUTO, "train_micro_batch_size_per_gpu": 2}, {"per_device": 4}),
+        ({**AUTO, "gradient_accumulation_steps": 2}, {"accumulation": 4}),
+        ({**AUTO, "train_batch_size": 128}, ONE_STEP_IS_64),
+        ({**AUTO, "optimizer": OTHER_OPTIMIZER}, {}),
+        ({**AUTO, "scheduler": {"params": {"warmup_num_steps": 5}}}, {}),
+        (without("gradient_accumulation_steps"), {"accumulation": 4}),
+        ({**AUTO, "fp16": {"enabled": True}}, {}),
+        ({**AUTO, "bf16": {"enabled": False}}, {}),
+    ],
+)
+def test_a_deepspeed_file_that_contradicts_the_arguments(file: Any, facts: Any) -> None:
+    assert judge_sft({}, deepspeed=file, **facts) == ["deepspeed-mismatch error deepspeed"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "deepspeed-no-batch error deepspeed"),
+        ({**AUTO, "gradient_clipping": 0.5}, "deepspeed-mismatch error deepspeed"),
+        ({**AUTO, "zero_optimization": {"stage": 3}}, "zero3-unsaved warning deepspeed"),
+    ],
+)
+def test_on_the_cpu_no_deepspeed_file_is_read(file: Any, line: str) -> None:
+    assert judge_sft({}, deepspeed=file) == [line]
+    assert judge_sft(NO_BF16, deepspeed=file, gpus=0) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "args", "facts"),
+    [
+        (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
+        (without("gradient_accumulation_steps"), {}, {"accumulation": 1}),
+        (without("train_micro_batch_size_per_gpu"), {}, {}),
+        ({**AUTO, "bf16": {"enabled": False}}, NO_BF16, {}),
+        ({**AUTO, "fp16": {"enabled": True}}, {"fp16": True}, {}),
+        ({**AUTO, "optimizer": AUTO_OPTIMIZER}, {}, {}),
+        ({**AUTO, "zero_optimization": {"stage": 3}}, {"use_peft": True}, {}),
+        ({**AUTO, "train_batch_size": 64}, {}, ONE_STEP_IS_64),
+    ],
+)
+def test_a_deepspeed_file_that_fits(file: Any, args: Any, facts: Any) -> None:
+    assert judge_sft(args, deepspeed=file, **facts) == []
+
+
+def test_a_mismatch_names_both_values() -> None:
     file = {**AUTO, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 2}
     (finding,) = judge_run("trl-sft", {}, deepspeed=file, per_device=8)
     assert "gradient_clipping: 0.5" in finding.message
     assert "per_device_train_batch_size: 8" in finding.message
-    # clipping that a file leaves out
-    file = without(AUTO, "gradient_clipping")
+
+
+def test_clipping_that_a_deepspeed_file_leaves_out() -> None:
+    file = without("gradient_clipping")
     expected = "clipping-unread warning max_grad_norm"
     assert judge_sft({"max_grad_norm": 0.5}, deepspeed=file) == [expected]
     assert judge_sft({"max_grad_norm": 0.0}, deepspeed=file) == []
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A DeepSpeed file beside arguments, on some devices."""
+
+    file: dict[str, Any]
+    args: dict[str, Any]
+    accumulation: int
+    gpus: int
+
+    @property
+    def values(self) -> Values:
+        return values_of("trl-sft", self.args)
 
 
 def ask_transformers(lines: str) -> str:
@@ -205,138 +252,142 @@ def ask_transformers(lines: str) -> str:
     return done.stdout
 
 
-def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """A DeepSpeed config with few faults, arguments, passes and devices."""
-    file = copy.deepcopy(AUTO)
-    changes = [
-        ("train_batch_size", [8, 64]),
-        ("train_micro_batch_size_per_gpu", [4, 8]),
-        ("gradient_accumulation_steps", [1, 2]),
-        ("gradient_clipping", [1.0, 0.5]),
-        ("bf16", [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]),
-        ("fp16", [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]),
-        (
-            "optimizer",
-            [
-                {"type": "AdamW"},
-                *(
-                    {"params": params}
-                    for params in (
-                        {"lr": 1e-4},
-                        {"lr": "auto"},
-                        {"betas": [0.9, 0.999]},
-                        {"eps": 1e-8},
-                        {"weight_decay": 0.1},
-                    )
-                ),
-            ],
-        ),
-        ("scheduler", [{"params": {"warmup_max_lr": 1e-4}}, {"params": {"warmup_min_lr": "auto"}}]),
-    ]
-    for name, values in rng.sample(changes, rng.choice([0, 1, 1, 2])):
-        file[name] = copy.deepcopy(rng.choice(values))
-    dropped = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "bf16")
-    for name in rng.sample(dropped, rng.choice([0, 0, 1])):
+SWITCHES = [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]
+SETTINGS = {
+    "train_batch_size": [8, 64],
+    "train_micro_batch_size_per_gpu": [4, 8],
+    "gradient_accumulation_steps": [1, 2],
+    "gradient_clipping": [1.0, 0.5],
+    "bf16": SWITCHES,
+    "fp16": SWITCHES,
+    "optimizer": [
+        {"type": "AdamW"},
+        {"params": {"lr": 1e-4}},
+        {"params": {"lr": "auto"}},
+        {"params": {"betas": [0.9, 0.999]}},
+        {"params": {"eps": 1e-8}},
+        {"params": {"weight_decay": 0.1}},
+    ],
+    "scheduler": [{"params": {"warmup_max_lr": 1e-4}}, {"params": {"warmup_min_lr": "auto"}}],
+}
+"""What a file may say of these settings, in agreement with the arguments or not."""
+MAY_BE_LEFT_OUT = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "bf16")
+PRECISIONS = [{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}]
+RATES = [{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}]
+
+
+def draw_case(rng: random.Random) -> Case:
+    """A case with few faults."""
+    file = dict(AUTO)
+    for name in rng.sample(list(SETTINGS), rng.choice([0, 1, 1, 2])):
+        file[name] = rng.choice(SETTINGS[name])
+    for name in rng.sample(MAY_BE_LEFT_OUT, rng.choice([0, 0, 1])):
         file.pop(name, None)
-    args = rng.choice([{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}])
-    args = {**args, **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}])}
-    return file, args, rng.choice([1, 2]), rng.choice([1, 8])
+    args = {**rng.choice(PRECISIONS), **rng.choice(RATES)}
+    return Case(file, args, accumulation=rng.choice([1, 2]), gpus=rng.choice([1, 8]))
 
 
-def question(
-    file: dict[str, Any], args: Mapping[str, Any], passes: int, gpus: int
-) -> dict[str, Any]:
-    """A case as the packages are asked about it: every argument that they look at."""
-    values = values_of("trl-sft", dict(args))
-    names = (
-        "max_grad_norm",
-        "learning_rate",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "weight_decay",
-        "fp16_full_eval",
-        "bf16_full_eval",
-        "save_on_each_node",
+COMPARED = (
+    "max_grad_norm",
+    "learning_rate",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+    "fp16_full_eval",
+    "bf16_full_eval",
+    "save_on_each_node",
+)
+"""The arguments that transformers looks at, beside those of precision and batch."""
+
+
+def precision_of(values: Values) -> str:
+    if values["fp16"]:
+        return "fp16"
+    if values["bf16"] in (None, True):
+        return "bf16"
+    return "no"
+
+
+def question_of(case: Case) -> dict[str, Any]:
+    """A case as the packages are asked about it."""
+    precision = precision_of(case.values)
+    arguments = {name: case.values[name] for name in COMPARED}
+    arguments["fp16"] = precision == "fp16"
+    arguments["bf16"] = precision == "bf16"
+    arguments["world_size"] = case.gpus
+    arguments["per_device_train_batch_size"] = 4
+    arguments["gradient_accumulation_steps"] = case.accumulation
+    return {"file": case.file, "arguments": arguments, "running": precision}
+
+
+def is_refused(case: Case) -> bool:
+    context = Context(
+        values=case.values,
+        deepspeed=case.file,
+        gpus=case.gpus,
+        per_device=4,
+        accumulation=case.accumulation,
     )
-    fp16 = bool(values["fp16"])
-    bf16 = not fp16 if values["bf16"] is None else values["bf16"]
-    arguments = {
-        **{name: values[name] for name in names},
-        "fp16": fp16,
-        "bf16": bf16,
-        "world_size": gpus,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": passes,
-    }
-    running = "no"
-    if fp16:
-        running = "fp16"
-    elif bf16:
-        running = "bf16"
-    return {"file": file, "arguments": arguments, "running": running}
-
-
-def refused(file: dict[str, Any], args: Mapping[str, Any], passes: int, gpus: int) -> bool:
-    values = values_of("trl-sft", dict(args))
-    context = Context(values=values, deepspeed=file, gpus=gpus, per_device=4, accumulation=passes)
     return bool(list(deepspeed.mismatches(context)))
 
 
 def test_the_rules_agree_with_transformers() -> None:
     rng = random.Random(7)
     cases = [draw_case(rng) for _ in range(1500)]
-    questions = (json.dumps(question(*case)) for case in cases)
+    questions = [json.dumps(question_of(case)) for case in cases]
     answers = [json.loads(line) for line in ask_transformers("\n".join(questions)).splitlines()]
     assert len(answers) == len(cases)
     for case, answer in zip(cases, answers, strict=True):
-        assert refused(*case) == answer, case
+        assert is_refused(case) == answer, case
     assert 0.2 < sum(answers) / len(answers) < 0.8
 
 
-OPTIMIZERS = {
-    "adamw_torch": None,
-    "sgd": None,
-    "adafactor": None,
-    "rmsprop": None,
-    "paged_adamw_32bit": "bitsandbytes",
-    "lion_8bit": "bitsandbytes",
-    "adamw_torch_4bit": "torchao",
-    "adamw_torch_8bit": "torchao",
-    "lomo": "lomo-optim",
-    "adalomo": "lomo-optim",
-    "grokadamw": "grokadamw",
-    "schedule_free_adamw": "schedulefree",
-    "stable_adamw": "torch-optimi",
-    "adamw_anyprecision": "torchdistx",
-}
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "rmsprop"])
+def test_optimizers_of_torch_need_no_package(optim: str) -> None:
+    assert judge_sft({"optim": optim}, packages={}) == []
 
 
-def test_packages_that_are_not_installed() -> None:
-    for optim, package in OPTIMIZERS.items():
-        expected = [] if package is None else ["optim-missing error optim"]
-        assert judge_sft({"optim": optim}, packages={}) == expected
-        assert judge_sft({"optim": optim}) == []
-        if package is not None:
-            assert judge_sft({"optim": optim}, packages={package: "1"}) == []
-    for optim, package in (
-        ("galore_adamw", "galore-torch"),
-        ("apollo_adamw_layerwise", "apollo-torch"),
-    ):
-        targets = {"optim": optim, "optim_target_modules": "all-linear"}
-        assert judge_sft(targets, packages={}) == ["optim-missing error optim"]
-        assert judge_sft(targets, packages={package: "1"}) == []
-        assert judge_sft({"optim": optim}, packages={package: "1"}) == ["optim-targets error optim"]
-    # DeepSpeed's own is taken in its place
-    assert summarise_run(
-        "trl-sft",
-        {"optim": "adamw_torch_4bit"},
-        packages={},
-        deepspeed={**AUTO, "optimizer": OPTIMIZER},
-    ) == ["optim-unread warning optim"]
-    quantised = {"load_in_4bit": True, "use_peft": True}
-    assert judge_sft(quantised, packages={}) == ["quantiser-missing error load_in_4bit"]
-    for report, missing in (
+@pytest.mark.parametrize(
+    ("optim", "package"),
+    [
+        ("paged_adamw_32bit", "bitsandbytes"),
+        ("lion_8bit", "bitsandbytes"),
+        ("adamw_torch_4bit", "torchao"),
+        ("adamw_torch_8bit", "torchao"),
+        ("lomo", "lomo-optim"),
+        ("adalomo", "lomo-optim"),
+        ("grokadamw", "grokadamw"),
+        ("schedule_free_adamw", "schedulefree"),
+        ("stable_adamw", "torch-optimi"),
+        ("adamw_anyprecision", "torchdistx"),
+    ],
+)
+def test_an_optimizer_whose_package_is_not_installed(optim: str, package: str) -> None:
+    args = {"optim": optim}
+    assert judge_sft(args, packages={}) == ["optim-missing error optim"]
+    assert judge_sft(args, packages={package: "1"}) == []
+    assert judge_sft(args) == []
+
+
+@pytest.mark.parametrize(
+    ("optim", "package"),
+    [("galore_adamw", "galore-torch"), ("apollo_adamw_layerwise", "apollo-torch")],
+)
+def test_optimizers_that_need_targets(optim: str, package: str) -> None:
+    targets = {"optim": optim, "optim_target_modules": "all-linear"}
+    assert judge_sft(targets, packages={}) == ["optim-missing error optim"]
+    assert judge_sft(targets, packages={package: "1"}) == []
+    assert judge_sft({"optim": optim}, packages={package: "1"}) == ["optim-targets error optim"]
+
+
+def test_quantisation_without_its_package() -> None:
+    assert judge_sft(QUANTISED, packages={}) == ["quantiser-missing error load_in_4bit"]
+
+
+@pytest.mark.parametrize(
+    ("report_to", "is_missing"),
+    [
         ("trackio", True),
         ("comet_ml", True),
         ("dagshub", True),
@@ -344,20 +395,29 @@ def test_packages_that_are_not_installed() -> None:
         ("none", False),
         (["none"], False),
         (["all"], False),
-    ):
-        expected = ["report-missing error report_to"] if missing else []
-        assert judge_dpo({"report_to": report}, packages={}) == expected
-        assert judge_dpo({"report_to": report}) == []
-    for name in ("tensorboard", "tensorboardx"):
-        assert judge_sft({"report_to": "tensorboard"}, packages={name: "2"}) == []
+    ],
+)
+def test_trackers_that_are_not_installed(report_to: str | list[str], is_missing: bool) -> None:
+    expected = ["report-missing error report_to"] if is_missing else []
+    assert judge_dpo({"report_to": report_to}, packages={}) == expected
+    assert judge_dpo({"report_to": report_to}) == []
 
 
-def test_trackers_that_do_not_exist() -> None:
-    for report in ("nosuch", ["nosuch"]):
-        assert judge_dpo({"report_to": report}) == ["report-unknown error report_to"]
-    assert judge_sft({"report_to": "kubeflow"}) == ["report-missing warning report_to"]
+@pytest.mark.parametrize("package", ["tensorboard", "tensorboardx"])
+def test_either_package_of_tensorboard_will_do(package: str) -> None:
+    assert judge_sft({"report_to": "tensorboard"}, packages={package: "2"}) == []
+
+
+@pytest.mark.parametrize("report_to", ["nosuch", ["nosuch"]])
+def test_trackers_that_do_not_exist(report_to: str | list[str]) -> None:
+    assert judge_dpo({"report_to": report_to}) == ["report-unknown error report_to"]
+
+
+def test_kubeflow_needs_its_server() -> None:
+    args = {"report_to": "kubeflow"}
     url = {"HOME": "/nonexistent", "KUBEFLOW_TRAINER_SERVER_URL": "https://x"}
-    assert judge_sft({"report_to": "kubeflow"}, environ=url) == []
+    assert judge_sft(args) == ["report-missing warning report_to"]
+    assert judge_sft(args, environ=url) == []
 
 
 REAL = """
@@ -394,7 +454,8 @@ def test_the_rules_agree_with_transformers_about_packages() -> None:
     if "No module named 'transformers'" in done.stderr:
         pytest.skip(f"{NO_PACKAGES}: transformers")
     optimizers, trackers = json.loads(done.stdout.splitlines()[-1])
-    assert len(optimizers) > 30 and len(trackers) > 10
+    assert len(optimizers) > 30
+    assert len(trackers) > 10
     packages = find_trainer(Path(sys.executable), None).packages
     for optim, absent in optimizers.items():
         codes = codes_of_run("trl-sft", {"optim": optim}, packages=packages)
@@ -405,169 +466,217 @@ def test_the_rules_agree_with_transformers_about_packages() -> None:
         assert ("report-missing" in codes) == absent, name
 
 
-def test_services_need_their_keys(tmp_path: Path) -> None:
-    script = "trl-sft"
-    args = {"report_to": ["wandb"]}
-    home = {"HOME": str(tmp_path)}
-    expected = "no-wandb-key warning report_to"
-    assert summarise_run(script, args, environ=home) == [expected]
-    assert summarise_run(script, args, environ=home, machine=THIS_MACHINE) == [
-        "no-wandb-key error report_to"
-    ]
-    assert summarise_run(script, args, environ={**home, "WANDB_API_KEY": "k"}) == []
-    assert summarise_run(script, args, environ={**home, "WANDB_MODE": "offline"}) == []
-    assert summarise_run(script, {}, environ=home) == []
-    every = {"report_to": "all"}
-    assert summarise_run(script, every, environ=home, packages={"wandb": "0.31"}) == [expected]
-    assert summarise_run(script, every, environ=home, packages={}) == []
-    # pushing needs a token
-    # more of it: tests/rules/test_stage_rules.py
-    expected = "no-hub-token warning push_to_hub"
-    assert judge_sft({"push_to_hub": True}) == [expected]
+NO_KEY = ["no-wandb-key warning report_to"]
+
+
+@pytest.mark.parametrize(
+    ("report_to", "environ", "packages", "expected"),
+    [
+        ("wandb", {}, None, NO_KEY),
+        ("wandb", {"WANDB_API_KEY": "k"}, None, []),
+        ("wandb", {"WANDB_MODE": "offline"}, None, []),
+        ("all", {}, {"wandb": "0.31"}, NO_KEY),
+        ("all", {}, {}, []),
+        ("none", {}, None, []),
+    ],
+)
+def test_wandb_needs_a_key(
+    tmp_path: Path, report_to: str, environ: dict[str, str], packages: Any, expected: list[str]
+) -> None:
+    environ = {"HOME": str(tmp_path), **environ}
+    assert judge_sft({"report_to": report_to}, environ=environ, packages=packages) == expected
+
+
+def test_a_start_without_a_key_of_wandb_is_refused(tmp_path: Path) -> None:
+    facts = {"environ": {"HOME": str(tmp_path)}, "machine": THIS_MACHINE}
+    assert judge_sft({"report_to": ["wandb"]}, **facts) == ["no-wandb-key error report_to"]
+    assert judge_sft({}, **facts) == []
+
+
+def test_pushing_needs_a_token() -> None:
+    """More of it is in test_stage_rules.py."""
+    assert judge_sft({"push_to_hub": True}) == ["no-hub-token warning push_to_hub"]
     assert judge_sft({"push_to_hub": True, "hub_token": "t"}) == []
 
 
 STATE = {"global_step": 20, "epoch": 0.5, "train_batch_size": 4, "max_steps": 40}
+WEIGHTS = {"model.safetensors": "w"}
+SHARDED_WEIGHTS = {"model.safetensors.index.json": "{}", "model-00001-of-00002.safetensors": "w"}
 
 
-def checkpoint(write: Write, name: str = "out/checkpoint-20", **parts: Any) -> str:
-    """A folder as transformers writes one; `None` leaves a file out. Its name."""
-    files: dict[str, Any] = {
+def write_checkpoint(write: Write, name: str, weights: dict[str, str]) -> None:
+    """A folder as transformers writes one."""
+    files = {
         "trainer_state.json": json.dumps(STATE),
         "config.json": json.dumps({"model_type": "qwen2", "hidden_size": 64}),
-        "model.safetensors": "w",
         "optimizer.pt": "o",
+        **weights,
     }
-    for part, content in {**files, **{k.replace("__", "."): v for k, v in parts.items()}}.items():
-        if content is not None:
-            write(f"{name}/{part}", content)
-    return name
+    for file, content in files.items():
+        write(f"{name}/{file}", content)
 
 
-def resumed(script: str, args: dict[str, Any], **known: Any) -> list[str]:
-    known = {"gpus": 1, "machine": THIS_MACHINE, **known}
-    return summarise_run(script, {"resume_from_checkpoint": "out/checkpoint-20", **args}, **known)
+CHECKPOINT = "out/checkpoint-20"
 
 
-RESUME = "resume_from_checkpoint"
+def resume(script: str, name: str = CHECKPOINT, **args: Any) -> list[str]:
+    args["resume_from_checkpoint"] = name
+    return summarise_run(script, args, gpus=1, machine=THIS_MACHINE)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_good_checkpoint_is_quiet(write: Write, script: str) -> None:
-    checkpoint(write)
-    for known in ({}, {"per_device": 8}, {"gpus": None}, {"output": Path("out").absolute()}):
-        assert resumed(script, {"max_steps": 40}, **known) == resumed(script, {}, **known) == []
-    # a sharded one has an index
-    sharded = {"model.safetensors.index.json": "{}", "model-00001-of-00002.safetensors": "w"}
-    checkpoint(write, "out/sharded", **{"model.safetensors": None}, **sharded)
-    assert resumed(script, {RESUME: "out/sharded"}) == []
-    # nothing is left to train
-    for args, over in (
-        ({"max_steps": 20}, 1),
-        ({"max_steps": 21}, 0),
-        ({"num_train_epochs": 0.5}, 1),
-    ):
-        assert resumed(script, args) == [f"resume-finished error {RESUME}"] * over
+@pytest.mark.parametrize("weights", [WEIGHTS, SHARDED_WEIGHTS])
+def test_a_good_checkpoint_is_quiet(write: Write, script: str, weights: dict[str, str]) -> None:
+    write_checkpoint(write, CHECKPOINT, weights)
+    assert resume(script) == []
+    args = {"resume_from_checkpoint": CHECKPOINT, "max_steps": 40}
+    for facts in ({"gpus": None}, {"per_device": 8}, {"output": Path("out").absolute()}):
+        assert summarise_run(script, args, machine=THIS_MACHINE, **{"gpus": 1, **facts}) == []
 
 
-def test_what_is_no_checkpoint(write: Write) -> None:
-    expected = [f"resume-missing error {RESUME}"]
-    assert resumed("trl-sft", {}) == expected
-    assert resumed("trl-sft", {}, machine=None) == []
-    for name in ("x" * 5000, "a\0b", "."):
-        assert resumed("trl-sft", {RESUME: name}) == expected
-    checkpoint(write, "out/checkpoint-5")
-    (finding,) = judge_run("trl-sft", {RESUME: "out"}, gpus=1)
-    assert summarise([finding]) == expected
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_checkpoint_after_which_nothing_is_left_to_train(write: Write, script: str) -> None:
+    write_checkpoint(write, CHECKPOINT, WEIGHTS)
+    finished = ["resume-finished error resume_from_checkpoint"]
+    assert resume(script, max_steps=20) == finished
+    assert resume(script, num_train_epochs=0.5) == finished
+    assert resume(script, max_steps=21) == []
+
+
+RESUME_MISSING = "resume-missing error resume_from_checkpoint"
+
+
+@pytest.mark.parametrize("name", [CHECKPOINT, "x" * 5000, "a\0b", "."])
+def test_what_is_no_checkpoint(name: str) -> None:
+    assert resume("trl-sft", name) == [RESUME_MISSING]
+
+
+def test_a_checkpoint_that_an_earlier_stage_may_still_write() -> None:
+    assert judge_sft({"resume_from_checkpoint": CHECKPOINT}, gpus=1) == []
+
+
+def test_the_folder_of_a_checkpoint_names_it(write: Write) -> None:
+    write_checkpoint(write, "out/checkpoint-5", WEIGHTS)
+    (finding,) = judge_run("trl-sft", {"resume_from_checkpoint": "out"}, gpus=1)
+    assert summarise([finding]) == [RESUME_MISSING]
     assert finding.help == "write `resume_from_checkpoint: out/checkpoint-5`"
-    checkpoint(write, model__safetensors=None)
-    assert resumed("trl-sft", {})[0] == expected[0]
 
 
-@pytest.mark.parametrize("weights", ["model.safetensors", "adapter_model.safetensors"])
-def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
-    known = {"gpus": 1, "machine": THIS_MACHINE, "output": Path("out").absolute()}
-    write("out/config.json" if weights.startswith("model") else "out/adapter_config.json", "{}")
-    assert judge_sft({}, **known) == []
-    write(f"out/{weights}", "w")
-    assert judge_sft({}, **known) == ["finished-output warning output_dir"]
+def test_a_checkpoint_without_weights(write: Write) -> None:
+    write_checkpoint(write, CHECKPOINT, {})
+    assert resume("trl-sft")[0] == RESUME_MISSING
 
 
 OFFLOADING = SHIPPED["zero3_offload"]
+EIGHT_GPUS = {"gpus": 8, **WITH_BITSANDBYTES}
 
 
-def test_optimizers_of_a_file() -> None:
-    known = {"gpus": 8, "packages": {"bitsandbytes": "0.50.2"}}
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "adafactor", "sgd"])
+def test_an_offloaded_optimizer_is_deepspeeds(optim: str) -> None:
+    args = {"optim": optim}
     replaced = ["optim-replaced warning optim"]
-    for name in ("adamw_bnb_8bit", "adafactor", "sgd"):
-        assert judge_sft({"optim": name}, deepspeed=OFFLOADING, **known) == replaced
-        # on the CPU there is no DeepSpeed
-        assert judge_sft({"optim": name, "bf16": False}, gpus=0, deepspeed=OFFLOADING) == []
-    left = [
+    assert judge_sft(args, deepspeed=OFFLOADING, **EIGHT_GPUS) == replaced
+    # on the CPU there is no DeepSpeed
+    assert judge_sft({**args, **NO_BF16}, deepspeed=OFFLOADING, gpus=0) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "file"),
+    [
         ({"optim": "adamw_torch"}, OFFLOADING),
         ({"optim": "paged_adamw_32bit"}, OFFLOADING),
         ({}, OFFLOADING),
         ({"optim": "adamw_bnb_8bit"}, SHIPPED["zero2"]),
         ({"optim": "adamw_bnb_8bit"}, {**OFFLOADING, "zero_force_ds_cpu_optimizer": False}),
-    ]
-    for args, file in left:
-        assert judge_dpo(args, deepspeed=file, **known) == []
-    # a config with an optimizer decides
-    unread = ["optim-unread warning optim"]
-    for name, file in (
-        ("adamw_8bit", {**AUTO, "optimizer": {"type": "Lamb"}}),
-        ("sgd", OFFLOADING),
-    ):
-        whole = {**file, "optimizer": {"type": "AdamW"}}
-        assert judge_sft({"optim": name}, deepspeed=whole, **known) == unread
+    ],
+)
+def test_optimizers_that_deepspeed_leaves_alone(args: Any, file: Any) -> None:
+    assert judge_dpo(args, deepspeed=file, **EIGHT_GPUS) == []
 
 
-def test_compiled_lengths_and_a_reference_computed_beforehand() -> None:
-    for args in (
-        {"torch_compile": True},
-        {"torch_compile_mode": "max-autotune"},
-        {"torch_compile": True, "pad_to_multiple_of": "auto"},
-    ):
-        key = next(iter(args))
-        warned = [f"compile-lengths warning {key}"]
-        assert judge_sft(args, gpus=8) == warned
-    assert judge_sft({"torch_compile": True, "pad_to_multiple_of": 512}, gpus=8) == []
-    # the price of a reference computed beforehand
-    for args, words in (({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")):
-        (noted,) = judge_run("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
-        assert summarise([noted]) == ["reference-price note precompute_ref_log_probs"]
-        assert words in noted.message
+@pytest.mark.parametrize(
+    ("optim", "file"), [("adamw_8bit", AUTO), ("sgd", OFFLOADING), ("adamw_torch_4bit", AUTO)]
+)
+def test_the_optimizer_of_a_deepspeed_file_decides(optim: str, file: Any) -> None:
+    file = {**file, "optimizer": AUTO_OPTIMIZER}
+    expected = ["optim-unread warning optim"]
+    assert judge_sft({"optim": optim}, deepspeed=file, gpus=8, packages={}) == expected
 
 
-def test_a_precomputed_reference_is_rounded_under_deepspeed() -> None:
-    asked = {"precompute_ref_log_probs": True}
-    price = "reference-price note precompute_ref_log_probs"
-    rounded = "reference-rounded warning precompute_ref_log_probs"
-    for name in ("zero1", "zero2", "zero3"):
-        assert judge_dpo(asked, gpus=2, deepspeed=SHIPPED[name]) == [price, rounded]
-    assert judge_dpo({**asked, "bf16": False, "fp16": True}, gpus=2, deepspeed=AUTO) == [
-        price,
-        rounded,
-    ]
-    # exact in float32, without DeepSpeed, and on the CPU, where DeepSpeed is not used
-    assert judge_dpo({**asked, "bf16": False}, gpus=2, deepspeed=AUTO) == [price]
-    assert judge_dpo(asked, gpus=2) == [price]
-    assert judge_dpo({**asked, "bf16": False}, gpus=0, deepspeed=AUTO) == [price]
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode"),
+        ({"torch_compile": True, "pad_to_multiple_of": "auto"}, "torch_compile"),
+    ],
+)
+def test_compiled_lengths(args: Any, key: str) -> None:
+    assert judge_sft(args, gpus=8) == [f"compile-lengths warning {key}"]
+    padded = {**args, "pad_to_multiple_of": 512}
+    assert judge_sft(padded, gpus=8) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")]
+)
+def test_the_price_of_a_precomputed_reference(args: Any, words: str) -> None:
+    (finding,) = judge_run("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
+    assert summarise([finding]) == ["reference-price note precompute_ref_log_probs"]
+    assert words in finding.message
+
+
+@pytest.mark.parametrize(
+    ("args", "facts", "is_rounded"),
+    [
+        ({}, {"gpus": 2, "deepspeed": SHIPPED["zero1"]}, True),
+        ({}, {"gpus": 2, "deepspeed": SHIPPED["zero2"]}, True),
+        ({}, {"gpus": 2, "deepspeed": SHIPPED["zero3"]}, True),
+        ({"bf16": False, "fp16": True}, {"gpus": 2, "deepspeed": AUTO}, True),
+        # exact in float32, without DeepSpeed, and on the CPU, where DeepSpeed is not used
+        (NO_BF16, {"gpus": 2, "deepspeed": AUTO}, False),
+        ({}, {"gpus": 2}, False),
+        (NO_BF16, {"gpus": 0, "deepspeed": AUTO}, False),
+    ],
+)
+def test_a_precomputed_reference_is_rounded_under_deepspeed(
+    args: Any, facts: Any, is_rounded: bool
+) -> None:
+    expected = ["reference-price note precompute_ref_log_probs"]
+    if is_rounded:
+        expected.append("reference-rounded warning precompute_ref_log_probs")
+    assert judge_dpo({"precompute_ref_log_probs": True, **args}, **facts) == expected
+
+
+def test_without_a_precomputed_reference_nothing_is_rounded() -> None:
     assert judge_dpo({}, gpus=2, deepspeed=AUTO) == []
 
 
-def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
-    args = {"torch_compile": True, "pad_to_multiple_of": 64}
-    bare = {"PATH": str(tmp_path)}
-    missing = ["no-compiler error torch_compile"]
-    assert judge_sft(args, gpus=8, machine=THIS_MACHINE, environ=bare) == missing
-    assert judge_sft({**args, "bf16": False}, gpus=0, machine=THIS_MACHINE, environ=bare) == missing
-    assert judge_sft(args, gpus=8, environ=bare) == []
-    eager = {**args, "torch_compile_backend": "eager"}
-    assert judge_sft(eager, gpus=8, machine=THIS_MACHINE, environ=bare) == []
+@pytest.mark.parametrize(
+    ("args", "facts", "is_missing"),
+    [
+        ({}, {"gpus": 8, "machine": THIS_MACHINE}, True),
+        (NO_BF16, {"gpus": 0, "machine": THIS_MACHINE}, True),
+        # another machine may have one
+        ({}, {"gpus": 8}, False),
+        ({"torch_compile_backend": "eager"}, {"gpus": 8, "machine": THIS_MACHINE}, False),
+    ],
+)
+def test_compiling_needs_a_compiler(
+    tmp_path: Path, args: Any, facts: Any, is_missing: bool
+) -> None:
+    expected = ["no-compiler error torch_compile"] if is_missing else []
+    args = {"torch_compile": True, "pad_to_multiple_of": 64, **args}
+    assert judge_sft(args, environ={"PATH": str(tmp_path)}, **facts) == expected
+
+
+def test_the_compiler_that_is_named_decides(tmp_path: Path) -> None:
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    assert judge_sft(args, gpus=8, machine=THIS_MACHINE, environ=bare) == []
-    named = {**bare, "CC": "no-such-compiler"}
-    assert judge_sft(args, gpus=8, machine=THIS_MACHINE, environ=named) == missing
+    args = {"torch_compile": True, "pad_to_multiple_of": 64}
+    environ = {"PATH": str(tmp_path)}
+    facts = {"gpus": 8, "machine": THIS_MACHINE}
+    assert judge_sft(args, environ=environ, **facts) == []
+    environ["CC"] = "no-such-compiler"
+    assert judge_sft(args, environ=environ, **facts) == ["no-compiler error torch_compile"]

@@ -40,9 +40,7 @@ ACQUIRE = Path(__file__).with_name("acquire_lease.py")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with made(tmp_path / "world") as world:
-        for name, value in world.environ.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.chdir(world.root)
+        world.enter(monkeypatch)
         yield world
 
 

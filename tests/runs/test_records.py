@@ -47,10 +47,11 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     overview._list_marks.cache_clear()
 
 
-def make_run(name: str = OVER, *, ended: bool = True, **manifest: Any) -> RunFolder:
+def make_run(name: str = OVER, *, ended: bool = True, **changes: Any) -> RunFolder:
     path = rundir.runs_root() / name
-    content = {"cwd": str(Path.cwd()), "output": str(path / "model"), **manifest}
-    return RunFolder(made_runs.write_run(path, record=made_runs.manifest(**content), ended=ended))
+    changes = {"cwd": str(Path.cwd()), "output": str(path / "model"), **changes}
+    manifest = made_runs.manifest(**changes)
+    return RunFolder(made_runs.write_run(path, record=manifest, ended=ended))
 
 
 @pytest.fixture
@@ -323,11 +324,15 @@ def test_no_text_of_a_record_is_one_that_no_path_can_be() -> None:
 
 def record_process(run: RunFolder, pid: int, /, **changes: object) -> None:
     """Have the record of a run name a process."""
-    identity = process.identify(pid).as_json()
-    content = {"mark": str(run.path), "attempt": 1, "started": rundir.utc_now()}
-    text = json.dumps({**identity, **content, **changes})
+    content = {
+        **process.identify(pid).as_json(),
+        "mark": str(run.path),
+        "attempt": 1,
+        "started": rundir.utc_now(),
+        **changes,
+    }
     run.process.unlink(missing_ok=True)
-    files.write_bytes(run.process, text.encode(), mode=0o600)
+    files.write_bytes(run.process, json.dumps(content).encode(), mode=0o600)
 
 
 @pytest.fixture
@@ -621,10 +626,11 @@ def copy_demo(root: Path) -> RunFolder:
 
 def make_rich_run() -> RunFolder:
     """A finished run of two attempts with every kind of record."""
-    add_lines(make_run(), *RICH)
-    path = rundir.runs_root() / OVER
-    folder = RunFolder(made_runs.write_run(path, record=made_runs.manifest(), attempt=2, first=20))
-    files.write_json(folder.path / "run.1.json", made_runs.manifest())
+    folder = make_run()
+    add_lines(folder, *RICH)
+    manifest = made_runs.manifest()
+    made_runs.write_run(folder.path, record=manifest, attempt=2, first=20)
+    files.write_json(folder.path / "run.1.json", manifest)
     changed = {"role": "data", "name": "a", "file": "a", "before": "1"}
     files.write_json(folder.inputs(2), {"changed": [changed]})
     files.write_json(folder.checksums, {"checkpoints": {"checkpoint-4": {"a.bin": "ab"}}})
@@ -643,19 +649,24 @@ def make_campaign(name: str, record: str, content: dict[str, Any]) -> Path:
 def make_cache(root: Path, *runs: RunFolder) -> None:
     """A cache folder that these runs used."""
     folder = root / "cache" / "dataset-0123456789abcdef"
-    data = {"name": "a", "size": 3, "digest": "d", "mtime": 1.0}
-    shown = {"kind": "folder", "count": 1, "files": [data]}
-    described = {
-        "kind": "dataset", "path": str(folder), "digest": folder.name[8:] * 4, "stage": "dpo",
-        "backend": "trl", "key": {"packing": True},
+    uses = folder / folders.USES
+    uses.mkdir(parents=True)
+    file = {"name": "a", "size": 3, "digest": "d", "mtime": 1.0}
+    shown = {"kind": "folder", "count": 1, "files": [file]}
+    cache = {
+        "kind": "dataset",
+        "path": str(folder),
+        "digest": "0123456789abcdef" * 4,
+        "stage": "dpo",
+        "backend": "trl",
+        "key": {"packing": True},
         "inputs": [{"role": "data", "name": "a/b", "digest": "d", "shown": shown}],
-    }  # fmt: skip
-    (folder / folders.USES).mkdir(parents=True)
-    head = {"launch_cache": folders.RECORD_VERSION, "created": rundir.utc_now()}
-    files.write_json(folder / folders.RECORD, {**head, **described})
+    }
+    record = {**cache, "launch_cache": folders.RECORD_VERSION, "created": rundir.utc_now()}
+    files.write_json(folder / folders.RECORD, record)
     for number, run in enumerate(runs, 1):
         use = {"run": str(run.path), "attempt": number, "time": 1e9, "config": None}
-        files.write_json(folder / folders.USES / f"{number}.json", {**use, "cache": described})
+        files.write_json(uses / f"{number}.json", {**use, "cache": cache})
     rundir.register("caches", folder)
 
 

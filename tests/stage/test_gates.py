@@ -61,9 +61,12 @@ DPO = replace(
 
 def flags(facts: RungFacts, base: RungFacts | None = None, **limits: Limit) -> str:
     """Each gate that is not green, with its colour."""
-    judged = gates.judge_rung(facts, limits, base or facts)
-    json.dumps([flag.as_json() for flag in judged], allow_nan=False)
-    return ", ".join(f"{flag.gate} {flag.colour}" for flag in judged if flag.colour != "green")
+    raised = []
+    for flag in gates.judge_rung(facts, limits, base or facts):
+        json.dumps(flag.as_json(), allow_nan=False)
+        if flag.colour != "green":
+            raised.append(f"{flag.gate} {flag.colour}")
+    return ", ".join(raised)
 
 
 def complain(code: str, key: str, message: str, help: str | None) -> Finding:

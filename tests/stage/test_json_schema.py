@@ -16,7 +16,7 @@ from launcher.config import document, keys
 from launcher.config.load import Config
 from launcher.errors import Finding, errors
 from launcher.stage import json_schema, options, stage
-from launcher.upstream.schema import Field
+from launcher.upstream.schema import Field, Schema
 from launcher.upstream.trainers import BACKENDS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -83,15 +83,20 @@ def test_it_is_a_draft_07_schema_in_plain_json(entries: tuple[tuple[str, str], .
     assert json.loads(json.dumps(schema, allow_nan=False)) == schema
 
 
-def test_every_file_that_ships_is_valid() -> None:
-    for path in STAGE_FILES:
-        read = document.read_yaml(path).value
-        entry = (read["backend"], read.get("script", read["stage"]))
-        for content in (read, yaml.safe_load(path.read_text(encoding="utf-8"))):
-            validator().validate(content)
-            validator(entry).validate(content)
-        for other in ENTRIES:
-            assert other == entry or not validator(other).is_valid(read), path
+def id_of(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+@pytest.mark.parametrize("path", STAGE_FILES, ids=id_of)
+def test_a_file_that_ships_is_valid_for_its_script_alone(path: Path) -> None:
+    content = document.read_yaml(path).value
+    as_yaml_1_1 = yaml.safe_load(path.read_text(encoding="utf-8"))
+    entry = (content["backend"], content.get("script", content["stage"]))
+    for schema in (validator(), validator(entry)):
+        schema.validate(content)
+        schema.validate(as_yaml_1_1)
+    for other in set(ENTRIES) - {entry}:
+        assert not validator(other).is_valid(content), other
 
 
 SFT = {"dataset_mixer_list": ["a", 1.0]}
@@ -123,16 +128,22 @@ WRONG_FILES: list[Arguments] = [
 ]
 
 
-def test_stage_and_backend_choose_the_arguments() -> None:
-    for content in VALID_FILES:
-        assert validator().is_valid(content), content
-    for content in WRONG_FILES:
-        assert not validator().is_valid(content), content
+@pytest.mark.parametrize("content", VALID_FILES, ids=str)
+def test_a_file_whose_stage_and_backend_have_its_arguments_is_valid(content: Arguments) -> None:
+    assert validator().is_valid(content)
+
+
+@pytest.mark.parametrize("content", WRONG_FILES, ids=str)
+def test_a_file_with_arguments_of_another_script_is_not_valid(content: Arguments) -> None:
+    assert not validator().is_valid(content)
+
+
+def test_the_schema_of_one_script_takes_no_other() -> None:
     trl_dpo = validator(("trl", "dpo"))
     assert trl_dpo.is_valid({"stage": "dpo", "backend": "trl", "args": TRL})
+    assert not trl_dpo.is_valid({"stage": "sft", "backend": "trl", "args": {}})
     # without a backend launch would take the other one
     assert not trl_dpo.is_valid({"stage": "dpo", "args": {}})
-    assert not trl_dpo.is_valid({"stage": "sft", "backend": "trl", "args": {}})
 
 
 TEXTS = """
@@ -202,21 +213,28 @@ LISTS = [["none"], ["8"], [8], [True], [0.5], ["x"], ["nf4"], ["hf", "local"], [
 MORE = [*ODD, *WORDS, *LISTS, 2, -3, 1e-4, " nan ", "a 0.5", " a"]
 
 
-def kind_of(field: Field) -> tuple[Any, ...]:
-    is_mapping = "dict" in field.type
-    return (field.kind, field.many, field.choices, field.nullable, is_mapping, field.bare)
+def kind_of(field: Field, schema: Schema) -> tuple[Any, ...]:
+    """What a field has in common with those that take the same values."""
+    return (
+        field.kind,
+        field.many,
+        field.choices,
+        field.nullable,
+        field.bare,
+        "dict" in field.type,
+        field.name in schema.splits,
+    )
 
 
-@pytest.mark.parametrize("backend, name", [("open_instruct", "dpo"), ("trl", "sft")])
+@pytest.mark.parametrize(("backend", "name"), [("open_instruct", "dpo"), ("trl", "sft")])
 def test_what_launch_takes_is_never_underlined(backend: str, name: str) -> None:
     schema = schema_of(backend, name)
     hints = BACKENDS[backend].STAGES[name].hints.keys()
-    # one argument of each kind
-    kinds = {}
+    one_of_each_kind = {}
     for field in schema.fields.values():
         if field.name not in hints:
-            kinds[kind_of(field), field.name in schema.splits] = field.name
-    alike = [dict.fromkeys(kinds.values(), value) for value in MORE]
+            one_of_each_kind[kind_of(field, schema)] = field.name
+    alike = [dict.fromkeys(one_of_each_kind.values(), value) for value in MORE]
     for args in (*alike, *generate(schema, SETS, seed=9)):
         wrong = refused(judge_args(backend, name, args)) | hints
         assert underlined(backend, name, args) <= wrong, args

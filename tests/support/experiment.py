@@ -40,9 +40,7 @@ def machine(root: Path, monkeypatch: pytest.MonkeyPatch, cards: int = 2) -> Iter
         world.environ["PATH"] = f"{smi.folder}:{os.environ['PATH']}"
         world.cuda_torch()
         (world.root / "begin.py").write_text(_BEGIN.format(trainer=str(TRAINER)))
-        for name, value in world.environ.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.chdir(world.root)
+        world.enter(monkeypatch)
         yield world
 
 

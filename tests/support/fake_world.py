@@ -279,6 +279,19 @@ class World:
             ["tmux", *words], env=self.environ, capture_output=True, text=True
         ).stdout
 
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have this process work in the world, as the commands that are started in it do."""
+        for name, value in self.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(self.root)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.environ["TMUX_TMPDIR"], ignore_errors=True)
+
 
 @contextlib.contextmanager
 def made(root: Path) -> Iterator[World]:
@@ -286,7 +299,4 @@ def made(root: Path) -> Iterator[World]:
     try:
         yield world
     finally:
-        for pid in world.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(world.environ["TMUX_TMPDIR"], ignore_errors=True)
+        world.close()

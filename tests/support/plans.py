@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.config import load
+from launcher.errors import Finding
 from launcher.machine.python import Trainer
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
@@ -54,6 +55,14 @@ def _write_stage(folder: Path, text: str) -> Path:
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
+    """The findings of a stage file, by code and key."""
+    path = folder / "stage.yaml"
+    path.write_text(text, encoding="utf-8")
+    judged = stages.judge_stage_file(load.load(path), locator=Locator(search=()))
+    return {(finding.code, finding.key or ""): finding for finding in judged.findings}
 
 
 def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:

@@ -3,10 +3,8 @@
 import contextlib
 import io
 import json
-import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import yaml
 from conftest import SUPPORT
 from fake_world import World
 from parsed_answers import parse_answer
+from small_stages import without_none
 
 from launcher.cli import main
 from launcher.errors import Exit
@@ -86,16 +85,16 @@ class Chained(World):
             "deepspeed": "none",
             "expect": EXPECT,
             "batch": {"global": 2, "per_device": 2},
-            "args": {key: value for key, value in (usual | args).items() if value is not None},
+            "args": without_none(usual | args),
         }
         return self.write(f"{name}.yaml", content)
 
     def open_instruct(self, name: str, kind: str, data: str, **args: Any) -> Path:
         """Write a stage file for open-instruct, and a row that each of its stages reads."""
-        chats = {"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED}
-        (self.root / "chats.jsonl").write_text(json.dumps(chats) + "\n")
-        usual = {data: ["chats.jsonl", "8"], "output_dir": f"o/{name}", **OPEN_INSTRUCT_ARGS}
-        return self.write(f"{name}.yaml", {"stage": kind, "args": usual | args})
+        row = {"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED}
+        (self.root / "chats.jsonl").write_text(json.dumps(row) + "\n")
+        args = {data: ["chats.jsonl", "8"], "output_dir": f"o/{name}", **OPEN_INSTRUCT_ARGS, **args}
+        return self.write(f"{name}.yaml", {"stage": kind, "args": args})
 
     def pipeline(self, *stages: Any, **options: Any) -> Path:
         return self.write("p.yaml", {**options, "stages": list(stages)})
@@ -163,16 +162,11 @@ def entered(root: Path) -> Iterator[Chained]:
     world = Chained(root)
     world.environ |= {"LAUNCH_REHEARSE": "0", "LAUNCH_GPU_LOCKS": str(root)}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in world.environ.items():
-            patch.setenv(name, value)
-        patch.chdir(root)
+        world.enter(patch)
         try:
             yield world
         finally:
-            for pid in world.left():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            shutil.rmtree(world.environ["TMUX_TMPDIR"], ignore_errors=True)
+            world.close()
 
 
 @pytest.fixture

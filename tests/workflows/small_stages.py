@@ -68,11 +68,14 @@ def write_rows(folder: Path, rows: Iterable[Any]) -> Path:
 
 def write_stage(path: Path, stage: str, backend: str, args: dict[str, Any], **options: Any) -> Path:
     """Write a stage file; a value None leaves an argument or an option out."""
-    content = {"stage": stage, "backend": backend, "deepspeed": "none", **options}
-    kept = {name: value for name, value in content.items() if value is not None}
-    kept["args"] = {name: value for name, value in args.items() if value is not None}
-    path.write_text(yaml.safe_dump(kept, sort_keys=False))
+    options = {"stage": stage, "backend": backend, "deepspeed": "none", **options}
+    content = {**without_none(options), "args": without_none(args)}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def mixed_args(stage: str, data: Path | str, amount: str) -> dict[str, Any]:

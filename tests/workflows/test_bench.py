@@ -29,15 +29,19 @@ pytestmark = needs_trl
 
 def combine(*vary: str, variant: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """The overrides of each variant, by its name."""
-    return {made.name: made.overrides for made in variants.combinations(vary, variant)}
+    combinations = variants.combinations(vary, variant)
+    return {each.name: each.overrides for each in combinations}
 
 
 def test_every_value_is_combined_with_every_other() -> None:
-    assert list(combine("a=1,2", "b=x,y")) == ["a=1, b=x", "a=1, b=y", "a=2, b=x", "a=2, b=y"]
-    # the variants are one axis beside the others
-    both = combine("a=1,2", variant=("x:", "y:b=2,c.d=3"))
-    assert list(both) == ["x, a=1", "x, a=2", "y, a=1", "y, a=2"]
-    assert both["y, a=2"] == ("b=2", "c.d=3", "a=2")
+    names = list(combine("a=1,2", "b=x,y"))
+    assert names == ["a=1, b=x", "a=1, b=y", "a=2, b=x", "a=2, b=y"]
+
+
+def test_variants_are_an_axis_beside_the_varied_keys() -> None:
+    combined = combine("a=1,2", variant=("x:", "y:b=2,c.d=3"))
+    assert list(combined) == ["x, a=1", "x, a=2", "y, a=1", "y, a=2"]
+    assert combined["y, a=2"] == ("b=2", "c.d=3", "a=2")
 
 
 def test_one_value_alone_is_compared_with_the_file_as_written() -> None:
@@ -97,16 +101,12 @@ def test_a_text_that_is_no_duration(text: str) -> None:
 
 
 def sample(
-    variant: str,
-    speed: float | None = 100.0,
-    loss: float = 2.0,
-    steps: int = 10,
-    tokens: float = 50.0,
-    **more: Any,
+    variant: str, speed: float | None = 100.0, loss: float = 2.0, tokens: float = 50.0, **more: Any
 ) -> Sample:
-    curve = (CurveStep(tokens, tokens, loss),) * steps
+    """A run of ten steps of so many tokens."""
+    step = CurveStep(tokens, tokens, loss)
     figures = {SPEED: speed, "peak_allocated_gib": 10.0, "mfu": 0.4}
-    return Sample(variant=variant, curve=curve, metrics=figures, **more)
+    return Sample(variant=variant, curve=(step,) * 10, metrics=figures, **more)
 
 
 def standings(rows: Sequence[VariantSummary]) -> list[str]:
@@ -117,17 +117,19 @@ def recommended(rows: Sequence[VariantSummary]) -> list[str]:
     return [row.variant for row in rows if row.recommended]
 
 
-def test_the_fastest_that_trains_the_same_is_recommended() -> None:
-    rows = compare([sample("a"), sample("a", 102), sample("b", 150), sample("b", 148)])
+def test_the_faster_by_the_medians_is_recommended() -> None:
+    rows = compare([sample("a", 100), sample("a", 102), sample("b", 150), sample("b", 148)])
     assert standings(rows) == ["baseline", "faster"]
     assert rows[1].speed_ratio == pytest.approx(149 / 101)
     assert recommended(rows) == ["b"]
 
+
+def test_the_fastest_that_trains_the_same_is_recommended() -> None:
     rows = compare([sample("a"), sample("b", 300, loss=2.2), sample("c", 150)])
     assert standings(rows) == ["baseline", "loss changed", "faster"]
-    assert recommended(rows) == ["c"]
-    assert "+10.0%" in rows[1].why
     assert rows[1].loss_change == pytest.approx(0.1)
+    assert "+10.0%" in rows[1].why
+    assert recommended(rows) == ["c"]
 
 
 def test_a_better_loss_is_another_loss() -> None:
@@ -164,18 +166,25 @@ def test_losses_of_too_few_tokens_prove_nothing() -> None:
     assert "first step of b" in rows[1].why
     assert "--steps" in rows[1].why
     assert recommended(rows) == ["c"]
-    # another loss is worse
+
+
+def test_another_loss_of_too_few_tokens_is_another_loss() -> None:
     rows = compare([sample("a"), sample("b", 300, loss=3, tokens=600)])
     assert standings(rows) == ["baseline", "loss changed"]
 
 
 def test_losses_are_compared_over_the_same_tokens() -> None:
-    falling = tuple(CurveStep(10, 10, loss) for loss in (4, 3, 2, 1))
-    large = (CurveStep(40, 40, 4.0), CurveStep(40, 40, 2.0))
-    rows = compare([replace(sample("a"), curve=falling), replace(sample("b"), curve=large)])
-    assert [row.median("loss_per_token") for row in rows] == pytest.approx([2.5, 4.0])
-    assert [row.steps_within for row in rows] == [4, 1]
-    assert "1 steps against 4" in rows[1].why
+    small_steps = tuple(CurveStep(10, 10, loss) for loss in (4, 3, 2, 1))
+    large_steps = tuple(CurveStep(40, 40, loss) for loss in (4, 2))
+    base = replace(sample("a"), curve=small_steps)
+    other = replace(sample("b"), curve=large_steps)
+
+    by_small, by_large = compare([base, other])
+    assert by_small.steps_within == 4
+    assert by_small.median("loss_per_token") == pytest.approx(2.5)
+    assert by_large.steps_within == 1
+    assert by_large.median("loss_per_token") == pytest.approx(4.0)
+    assert "1 steps against 4" in by_large.why
 
 
 def test_what_failed_or_is_not_proved_is_never_recommended() -> None:
@@ -273,9 +282,13 @@ def test_a_damaged_trial_costs_all_trials(world: World, trials: Trials) -> None:
 
 def test_the_same_command_again_measures_nothing_twice(world: World, trials: Trials) -> None:
     words = command(world, *RATES)
-    for repeats, count in (("1", 2), ("2", 4), ("1", 4)):
-        assert trials.launch(*words, "--repeats", repeats)[0] == 0
-        assert len(trials.started) == count
+    trials.launch(*words, "--repeats", "1")
+    assert len(trials.started) == 2
+    trials.launch(*words, "--repeats", "2")
+    assert len(trials.started) == 4
+    code, _, _ = trials.launch(*words, "--repeats", "1")
+    assert code == 0
+    assert len(trials.started) == 4
     assert len(list(world.runs.iterdir())) == 1
 
 
@@ -317,10 +330,11 @@ def test_a_trial_that_fails_ends_alone_and_is_repeated_only_if_that_may_help(
 
 @pytest.mark.parametrize(("cause", "code"), [("crash", 4), ("refused", 5)])
 def test_nothing_measured_is_a_failure(world: World, trials: Trials, cause: str, code: int) -> None:
-    failure = {"cause": cause, "reason": "x"}
-    exit_code, out, _ = trials.launch(*command(world, *STEPS, *JSON), at_0_1=failure)
+    words = command(world, *STEPS, *JSON)
+    exit_code, out, _ = trials.launch(*words, at_0_1={"cause": cause, "reason": "x"})
     assert exit_code == code
-    assert json.loads(out)["data"]["rows"][0]["why"] == f"{cause}: x"
+    (row,) = json.loads(out)["data"]["rows"]
+    assert row["why"] == f"{cause}: x"
 
 
 def test_ctrl_c_tells_what_is_done_and_the_same_command_goes_on(
@@ -339,13 +353,14 @@ def test_a_secret_is_neither_shown_nor_kept(world: World, trials: Trials) -> Non
     secrets = ("hub_token=a-plain-password", f"run_name={token}")
     named = ("--variant", "plain:", "--variant", f"{token}:learning_rate=0.2")
     words = command(world, *secrets, *named, *ONCE)
-    shown = "".join(trials.launch(*words)[1:])
-    shown += "".join(trials.launch(*words, *JSON)[1:])
+    _, text, messages = trials.launch(*words)
+    _, answer, notes = trials.launch(*words, *JSON)
     (record,) = world.root.rglob("bench.json")
-    shown += record.read_text()
-    assert "<redacted>" in shown
-    assert token not in shown
-    assert "a-plain-password" not in shown
+    for output in (text, messages, answer, notes, record.read_text()):
+        assert token not in output
+        assert "a-plain-password" not in output
+    assert "<redacted>" in text
+    assert "<redacted>" in record.read_text()
 
 
 @pytest.mark.slow
@@ -414,10 +429,15 @@ def test_a_full_disk_is_not_the_settings_fault(
 
 
 def plan(
-    request: Request, vary: Sequence[str], variant: Sequence[str], scope: Scope = Scope.PLAN
+    request: Request,
+    *,
+    vary: Sequence[str] = (),
+    variant: Sequence[str] = (),
+    scope: Scope = Scope.PLAN,
 ) -> bench.Bench:
-    compared = tuple(variants.combinations(list(vary), list(variant)))
-    return bench.plan(bench.Bench(request=request, variants=compared, steps=5, repeats=1), scope)
+    compared = tuple(variants.combinations(vary, variant))
+    unplanned = bench.Bench(request=request, variants=compared, steps=5, repeats=1)
+    return bench.plan(unplanned, scope)
 
 
 def request_of(world: World, expect: str = "") -> Request:
@@ -429,7 +449,7 @@ def request_of(world: World, expect: str = "") -> Request:
 def test_every_variant_is_judged_before_the_first_starts(world: World) -> None:
     named = ["good:", "typo:learning_rat=1", "batch:batch.per_device=3"]
     with pytest.raises(InvalidConfig) as refused:
-        plan(request_of(world), [], named)
+        plan(request_of(world), variant=named)
     message = str(refused.value)
     assert "[typo]" in message
     assert "[batch]" in message
@@ -439,7 +459,7 @@ def test_every_variant_is_judged_before_the_first_starts(world: World) -> None:
 def test_a_model_that_is_not_here_is_named_with_its_variant(world: World) -> None:
     models = ["model_name_or_path=/nowhere/a,nobody/tiny,/nowhere/b"]
     with pytest.raises(InvalidConfig) as refused:
-        plan(request_of(world), models, [], Scope.START)
+        plan(request_of(world), vary=models, scope=Scope.START)
     for finding in refused.value.findings:
         assert finding.code == "missing-model"
     message = str(refused.value)
@@ -450,12 +470,13 @@ def test_a_model_that_is_not_here_is_named_with_its_variant(world: World) -> Non
 def test_a_machine_that_no_variant_can_start_on(world: World) -> None:
     request = replace(request_of(world), gpus=1)
     needs = "use_peft=true,load_in_4bit=true"
+    unready = (f"a:{needs}", f"b:{needs},learning_rate=0.2")
     with pytest.raises(NotReady) as refused:
-        plan(request, [], [f"a:{needs}", f"b:{needs},learning_rate=0.2"], Scope.START)
+        plan(request, variant=unready, scope=Scope.START)
     assert "missing-packages" in {finding.code for finding in refused.value.findings}
     assert not list(world.runs.glob("*"))
     # beside one that can start, the other is a row
-    planned = plan(request, [], ["plain:", f"four:{needs}"], Scope.START)
+    planned = plan(request, variant=("plain:", f"four:{needs}"), scope=Scope.START)
     assert len(planned.variants) == 2
 
 
@@ -463,10 +484,13 @@ def test_the_global_batch_stays_as_the_file_has_it(world: World) -> None:
     path = world.config(per_device_train_batch_size=2, gradient_accumulation_steps=4)
     path.write_text(path.read_text().replace("batch:\n  global: 2\n  per_device: 2\n", ""))
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
-    planned = plan(request, ["per_device_train_batch_size=1,2,8"], [])
-    accumulation = [variant.overrides[-1] for variant in planned.variants]
-    assert accumulation == [f"gradient_accumulation_steps={count}" for count in (8, 4, 1)]
+    planned = plan(request, vary=["per_device_train_batch_size=1,2,8"])
     assert planned.batch == 8
+    assert [variant.overrides[-1] for variant in planned.variants] == [
+        "gradient_accumulation_steps=8",
+        "gradient_accumulation_steps=4",
+        "gradient_accumulation_steps=1",
+    ]
 
 
 FREE = "padding_free=true,max_length='none'"
@@ -490,7 +514,7 @@ def test_the_expectation_follows_whichever_key_turns_it(
 ) -> None:
     # some of these could not hold as they are written
     request = request_of(world, f"expect: {{{expected}}}\non_violation: warn\n")
-    changed = plan(request, [], [f"changed:{override}"]).variants[1]
+    _, changed = plan(request, variant=[f"changed:{override}"]).variants
     assert changed.overrides == (*override.split(","), *follows)
 
 
@@ -524,4 +548,5 @@ def test_the_commands_of_the_page_are_valid(
     monkeypatch.chdir(REPOSITORY)
     gpus = int(options["--gpus"][-1])
     request = Request(stage=None, config=Path(config), gpus=gpus, python=Path(sys.executable))
-    assert len(plan(request, options["--vary"], options["--variant"]).variants) > 1
+    planned = plan(request, vary=options["--vary"], variant=options["--variant"])
+    assert len(planned.variants) > 1

@@ -103,9 +103,7 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(campaign: Campaign) 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with made(tmp_path / "world") as world:
-        for name, value in world.environ.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.chdir(world.root)
+        world.enter(monkeypatch)
         yield world
 
 

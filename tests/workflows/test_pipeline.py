@@ -25,6 +25,7 @@ from launcher.errors import Exit, Finding, InvalidConfig
 from launcher.planning.collect import Scope
 from launcher.planning.request import Request
 from launcher.runs import lease, rundir
+from launcher.runs.rundir import RunFolder
 from launcher.workflows.pipeline import plan
 from launcher.workflows.pipeline.plan import PipelineRequest
 
@@ -382,8 +383,12 @@ def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
     world.do(second=["pid=leader", "sleep=600"])
     running = world.started(*world.words("--format", "json"), start_new_session=True)
     world.pid("leader")
+
+    def recorded_processes() -> list[RunFolder]:
+        return [run for run in rundir.newest_first(world.runs) if run.process.exists()]
+
     # of the stage that is over, and of this one
-    until(lambda: sum(run.process.exists() for run in rundir.newest_first(world.runs)) == 2)
+    until(lambda: len(recorded_processes()) == 2)
 
     os.kill(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=PATIENCE_S)
@@ -438,9 +443,9 @@ def test_it_goes_on_without_the_terminal(finished: Chained) -> None:
     data = answer_of(done.returncode, done.stdout).content.data
     assert done.returncode == 0
     assert data.session is None
-    told = finished.root / "told"
-    until(lambda: told.exists() and told.read_text() != "")
-    assert told.read_text() == "pipeline 0 pass\n"
+    note = finished.root / "told"
+    until(lambda: note.exists() and note.read_text() != "")
+    assert note.read_text() == "pipeline 0 pass\n"
     assert "pipeline: " in Path(data.log).read_text()
     assert finished.trained() == "third"
 

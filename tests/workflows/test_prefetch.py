@@ -269,10 +269,10 @@ def cache(project: Path, checkout: Path) -> Path:
 )
 def test_a_set_made_otherwise_is_no_hit(word: str, cache: Path, project: Path) -> None:
     shutil.copytree(project / "build/demo/model", project / "build/demo/tokenizer")
-    made = plan_of(SFT)
-    entry = write_entry(cache, entries.key(made))
+    plan = plan_of(SFT)
+    entry = write_entry(cache, entries.key(plan))
 
-    assert entries.hit(cache, made) == entry
+    assert entries.hit(cache, plan) == entry
     # what upstream's key does not hold changes nothing
     assert entries.hit(cache, plan_of(SFT, "learning_rate=1e-6", "seed=7")) == entry
     assert entries.hit(cache, plan_of(SFT, word)) is None

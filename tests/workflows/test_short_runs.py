@@ -159,11 +159,15 @@ def write_rows(path: Path, count: int, row: object) -> Path:
 def test_warm_up_keeps_its_share_of_an_epoch_whose_steps_are_known(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data/train.jsonl", 1600, {"text": "a"}).parent
     args = {**TRL, "dataset_name": str(data), "num_train_epochs": 1, "warmup_steps": 50}
-    options: Mapping[str, Any] = {"backend": "trl", "batch": {"global": 16, "per_device": 16}}
+
+    def warmup_of(**packing: object) -> object:
+        batch = {"global": 16, "per_device": 16}
+        path = write_stage(tmp_path, {**args, **packing}, backend="trl", batch=batch)
+        return shorten(path)["warmup_steps"]
+
     # half of 100 steps
-    assert shorten(write_stage(tmp_path, args, **options))["warmup_steps"] == STEPS / 2
-    packed = {**args, "packing": True, "max_length": 512}
-    assert shorten(write_stage(tmp_path, packed, **options))["warmup_steps"] == 2
+    assert warmup_of() == STEPS / 2
+    assert warmup_of(packing=True, max_length=512) == 2
 
 
 def test_the_rows_that_so_many_steps_need(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ def test_at_most_one_deal_of_the_same_runs_in_twenty_is_called_faster(
     deals = list(itertools.combinations(range(6), 3))
     faster = 0
     for deal in deals:
-        mine = [runs[number] for number in deal]
+        dealt = [runs[number] for number in deal]
         others = [runs[number] for number in range(6) if number not in deal]
-        faster += chance(mine, others) <= ERROR
+        faster += chance(dealt, others) <= ERROR
     assert faster <= ERROR * len(deals)
 
 
@@ -45,8 +45,8 @@ def test_at_most_one_deal_of_the_same_runs_in_twenty_is_called_faster(
 def test_the_chance_of_single_figures(
     runs: Sequence[float], base: Sequence[float], expected: float
 ) -> None:
-    found = chance([[value] for value in runs], [[value] for value in base])
-    assert found == pytest.approx(expected)
+    probability = chance([[value] for value in runs], [[value] for value in base])
+    assert probability == pytest.approx(expected)
 
 
 def as_sample(pace: Sequence[float]) -> Sample:

@@ -27,6 +27,7 @@ from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.tune import space, tune
+from launcher.workflows.tune.search import Trial
 from launcher.workflows.tune.space import Space
 
 pytestmark = needs_trl
@@ -46,10 +47,12 @@ def small() -> Space:
     return tuned.outlook(HAND, *words, gpus=1)
 
 
-def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Sample:
+def sample(
+    speed: float | None = 100.0, loss: float = 2.0, *, variant: str = "x", **parts: Any
+) -> Sample:
     figures = {SPEED: speed, "seconds_per_step": 1.0, "peak_allocated_gib": 5.0}
-    curve = (CurveStep(100.0, 100.0, loss),) * 2
-    return Sample(**{"variant": "x", "metrics": figures, "curve": curve, **parts})
+    step = CurveStep(100.0, 100.0, loss)
+    return Sample(variant=variant, metrics=figures, curve=(step, step), **parts)
 
 
 LEAKING = ("packing is leaking",)
@@ -74,25 +77,34 @@ OUT_OF_MEMORY = sample(cause="oom", reason="CUDA out of memory")
 def test_a_setting_counts_only_if_everything_was_proved(
     run: Sample, status: str, blamed: tuple[str, ...]
 ) -> None:
-    trial = tune.judge_candidate(hand().candidate(hand().base), [run], [sample(variant="first")])
+    trial = judge([run], [sample(variant="first")])
     assert trial.status == status
     assert trial.blamed == blamed
 
 
-def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
-    base = hand().candidate(hand().base)
-    assert tune.judge_candidate(base, [sample()], []).loss_change == 0
-    first = [sample(variant="first", loss=loss) for loss in (2.0, 2.4, 2.0)]
-    assert tune.judge_candidate(base, [sample(loss=2.2)], first).status == "loss changed"
+def judge(runs: Sequence[Sample], first: Sequence[Sample]) -> Trial:
+    """The judgement of a setting by its runs, beside those of the file as written."""
+    return tune.judge_candidate(hand().candidate(hand().base), runs, first)
 
-    runs = [sample(), sample(), sample(loss=2.2)]
-    trial = tune.judge_candidate(base, runs, first)
+
+def test_without_runs_of_the_file_no_loss_changes() -> None:
+    assert judge([sample()], []).loss_change == 0
+
+
+def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
+    first = [sample(variant="first", loss=loss) for loss in (2.0, 2.4, 2.0)]
+    assert judge([sample(loss=2.2)], first).status == "loss changed"
+    trial = judge([sample(), sample(), sample(loss=2.2)], first)
     assert trial.status == "ok"
     assert trial.loss_change == 0
 
-    # what the last run did not prove, no other run proves for it
-    runs.append(sample(flaws=LEAKING))
-    assert tune.judge_candidate(base, runs, first).status == "contract"
+
+def test_what_the_last_run_did_not_prove_no_other_run_proves() -> None:
+    first = [sample(variant="first")]
+    assert judge([sample(), sample(), sample()], first).status == "ok"
+    trial = judge([sample(), sample(), sample(flaws=LEAKING)], first)
+    assert trial.status == "contract"
+    assert trial.blamed == ("packing",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,44 +121,64 @@ def tune_after(runs: Sequence[Ran]) -> tune.Tuning:
     resolved: Any = SimpleNamespace(request=Request(stage="sft", config=Path("x")))
     tuning = tune.Tuning(resolved=resolved, space=small(), key="")
     for run in runs:
-        settings = {"packing": True, "per_device": run.rows} if run.rows else {}
+        settings = {}
+        if run.rows:
+            settings = {"packing": True, "per_device": run.rows}
         candidate = tuned.one(tuning.search, **settings)
-        repeat = len(tuning.search.runs_of(candidate))
         measured = sample(
-            run.speed, run.loss, variant=str(run.rows), repeat=repeat, cause=run.cause
+            run.speed,
+            run.loss,
+            variant=str(run.rows),
+            repeat=len(tuning.search.runs_of(candidate)),
+            cause=run.cause,
         )
         tuning.search.learn(tune.judge_candidate(candidate, [measured], []))
     return tuning
 
 
+FILE = Ran(0, 100)
+
+
 @pytest.mark.parametrize(
     ("runs", "chosen"),
     [
-        pytest.param([Ran(0, 100), Ran(16, 104)], 16, id="faster"),
-        pytest.param([Ran(0, 100), Ran(16, 102)], 0, id="too little"),
+        pytest.param([FILE, Ran(16, 104)], 16, id="faster"),
+        pytest.param([FILE, Ran(16, 120), Ran(32, 110), Ran(16, 0, cause="oom")], 32, id="oom"),
         pytest.param(
-            [Ran(0, 100), Ran(16, 120), Ran(32, 110), Ran(16, 0, cause="oom")], 32, id="oom"
-        ),
-        pytest.param(
-            [Ran(0, 100), Ran(0, 100, 2.2), Ran(0, 100, 2.2), Ran(16, 120)],
-            0,
-            id="the loss of the file differs by its later runs",
-        ),
-        pytest.param(
-            [Ran(0, 100), Ran(0, 105), Ran(16, 120), Ran(16, 104), Ran(32, 110), Ran(32, 111)],
+            [FILE, Ran(0, 105), Ran(16, 120), Ran(16, 104), Ran(32, 110), Ran(32, 111)],
             32,
             id="the best by medians overlaps with the file",
         ),
-        pytest.param([Ran(0, 100), Ran(16, 120), Ran(16, 0, cause="timeout")], 16, id="timeout"),
+        pytest.param([FILE, Ran(16, 120), Ran(16, 0, cause="timeout")], 16, id="timeout"),
     ],
 )
 def test_what_is_proposed_is_faster_by_all_runs(runs: list[Ran], chosen: int) -> None:
     tuning = tune_after(runs)
+    assert proposed_rows(tuning) == chosen
+    assert [row.variant for row in tuning.bench().rows if row.recommended] == [str(chosen)]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([FILE, Ran(16, 102)], id="too little"),
+        pytest.param(
+            [FILE, Ran(0, 100, loss=2.2), Ran(0, 100, loss=2.2), Ran(16, 120)],
+            id="the loss of the file differs by its later runs",
+        ),
+    ],
+)
+def test_the_file_is_proposed_where_nothing_is_faster(runs: list[Ran]) -> None:
+    tuning = tune_after(runs)
+    assert proposed_rows(tuning) == 0
+    assert not any(row.recommended for row in tuning.bench().rows)
+
+
+def proposed_rows(tuning: tune.Tuning) -> int:
+    """The rows a device of what is proposed."""
     assert tuning.chosen is not None
-    assert tuning.chosen.runs[0].sample.variant == str(chosen)
-    recommended = [row.variant for row in tuning.bench().rows if row.recommended]
-    assert recommended == ([str(chosen)] if chosen else [])
     assert tuning.as_json()["best"]["speed_ratio"] is not None
+    return int(tuning.chosen.runs[0].sample.variant)
 
 
 def options_of(config: Config) -> dict[str, object]:
@@ -227,24 +259,32 @@ class Trials(Here):
         checkpointing = values.get("args.gradient_checkpointing") != "false"
         settings = f"rows={rows},checkpointing={checkpointing}"
         self.started.append(settings)
-        self.scene.get("first", lambda: None)()
+        if "first" in self.scene:
+            self.scene["first"]()
 
         run = Sample(variant=variant.name, repeat=repeat, gradients="true", seconds=4.0)
         for cause in ("crash", "refused", "timeout"):
             if self.scene.get(cause, "no") in settings:
                 return replace(run, cause=cause, reason="this setting does not work")  # type: ignore[arg-type]
-        peak = 5.0 + rows * (2.0 if checkpointing else 6.0)
+        gib_of_row = 6.0
+        seconds = 0.05 / rows + 0.02
+        if checkpointing:
+            gib_of_row = 2.0
+            seconds *= 1.3
+        peak = 5.0 + rows * gib_of_row
         if peak > self.scene.get("room", 60.0):
             return replace(run, cause="oom", reason="CUDA out of memory")
-        seconds = (0.05 / rows + 0.02) * (1.3 if checkpointing else 1.0)
         figures = {
             SPEED: 100 / seconds,
             "seconds_per_step": 4 * seconds,
             "peak_allocated_gib": peak,
             "tokens_per_step": 100.0 * int(values.get("batch.global", 8)),
         }
-        loss = 3.0 if self.scene.get("moves", "no") in settings else 2.0
-        return replace(run, metrics=figures, curve=(CurveStep(400.0, 400.0, loss),) * steps)
+        loss = 2.0
+        if self.scene.get("moves", "no") in settings:
+            loss = 3.0
+        step = CurveStep(400.0, 400.0, loss)
+        return replace(run, metrics=figures, curve=(step,) * steps)
 
 
 @pytest.fixture
@@ -310,10 +350,10 @@ def test_a_search_with_real_processes_is_interrupted_and_goes_on(world: World) -
     assert best["settings"]["checkpointing"] is False
 
     # the file and the best were repeated
-    chosen = next(t for t in record["trials"] if t["settings"] == best["settings"])
+    chosen, *_ = [trial for trial in record["trials"] if trial["settings"] == best["settings"]]
     rows = {row["variant"]: row for row in record["bench"]}
-    for trial in (first, chosen):
-        assert rows[trial["name"]][SPEED]["n"] == 3
+    assert rows[first["name"]][SPEED]["n"] == 3
+    assert rows[chosen["name"]][SPEED]["n"] == 3
     assert [name for name, row in rows.items() if row["recommended"]] == [chosen["name"]]
 
     proposal = ("sft", record["proposal"], "--python", str(world.root / "python"), "--gpus", "2")

@@ -1,6 +1,7 @@
 """An `nvidia-smi` on PATH: an executable that answers as the real one does, cards as asked for."""
 
 import shlex
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,18 +49,24 @@ class Smi:
         if not used:
             self.fails("No devices were found", 6)
             return
-        cards = [
-            CARD.format(
-                index=index, name=name, uuid=uuid(index),
+        total = memory
+        if isinstance(memory, int):
+            total = f"{memory} MiB"
+        listed_processes: dict[int, str] = defaultdict(str)
+        for card, pid, mib in rows:
+            listed_processes[card] += PROCESS.format(pid=pid, mib=mib, type=type)
+        cards = []
+        for index, mib in enumerate(used):
+            shown = CARD.format(
+                index=index,
+                name=name,
+                uuid=uuid(index),
                 mig="Enabled" if index in mig else "Disabled",
-                memory=f"{memory} MiB" if isinstance(memory, int) else memory, used=mib,
-                processes="".join(
-                    PROCESS.format(pid=pid, mib=mib, type=type)
-                    for card, pid, mib in rows if card == index
-                ),
+                memory=total,
+                used=mib,
+                processes=listed_processes[index],
             )
-            for index, mib in enumerate(used)
-        ]  # fmt: skip
+            cards.append(shown)
         self.answer.write_text(
             '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n'
             f"<nvidia_smi_log>\n<driver_version>{DRIVER}</driver_version>\n"

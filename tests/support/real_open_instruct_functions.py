@@ -250,19 +250,18 @@ def groups(request):
     model.q_proj.requires_grad_(False)
     file = {"sft": "finetune.py", "dpo": "dpo_tune_cache.py"}[request["script"]]
     wanted = ("no_decay", "optimizer_grouped_parameters")
-    statements = [
-        node
-        for node in ast.walk(function_node(file, "main"))
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in wanted
-    ]
+    statements = []
+    for node in ast.walk(function_node(file, "main")):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in wanted:
+            statements.append(node)
     names = {"model": model, "args": SimpleNamespace(weight_decay=0.1)}
     names["get_optimizer_grouped_parameters"] = utils.get_optimizer_grouped_parameters
-    made = run(statements, names)["optimizer_grouped_parameters"]
-    empty = [
-        bool(group["params"]) and not any(p.requires_grad for p in group["params"])
-        for group in made
-    ]
-    return {"empty": any(empty)}
+    has_empty = False
+    for group in run(statements, names)["optimizer_grouped_parameters"]:
+        parameters = group["params"]
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            has_empty = True
+    return {"empty": has_empty}
 
 
 def cache_key(request):

@@ -17,11 +17,13 @@ from real_parser import refusal, trl_parsers
 
 def values(parts):
     mixture = parts[3]
+    datasets = []
+    for entry in mixture.datasets:
+        if not isinstance(entry, str):
+            entry = dataclasses.asdict(entry)
+        datasets.append(entry)
     return {
-        "datasets": [
-            entry if isinstance(entry, str) else dataclasses.asdict(entry)
-            for entry in mixture.datasets
-        ],
+        "datasets": datasets,
         "streaming": mixture.streaming,
         "test_split_size": mixture.test_split_size,
         "report_to": parts[1].report_to,

@@ -155,10 +155,14 @@ def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
         assert summary.sentence(point) is None
 
 
+def _record_rungs(runs: list[dict[str, str]]) -> dict[str, Any]:
+    return {"rungs": {str(number): run for number, run in enumerate(runs)}}
+
+
 RECORDS: dict[str, Callable[[list[dict[str, str]]], dict[str, Any]]] = {
     "pipeline": lambda runs: {"stages": runs},
     "bench": lambda runs: {"runs": runs},
-    "ladder": lambda runs: {"rungs": {str(number): run for number, run in enumerate(runs)}},
+    "ladder": _record_rungs,
     "tune": lambda runs: {"trials": {"samples": runs}},
 }
 

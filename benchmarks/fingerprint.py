@@ -84,7 +84,7 @@ def regions(folder: Path) -> Iterator[tuple[int, int, int]]:
     """What of the checkpoint is read at all: open file, offset, length."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            sampled = digest.sampled_regions(file.fileno(), path.stat().st_size)
+            sampled = digest.choose_regions(file.fileno(), path.stat().st_size)
             for offset, length in sampled or []:
                 yield file.fileno(), offset, length
 

@@ -90,7 +90,7 @@ def start_waiting_run(place: Path, name: str) -> RunFolder:
     start.execute(folder)
     folder.probe.mkdir()
     steps = [{"event": "start", "attempt": 1}, {"event": "step", "step": 9, "loss": 1.0}]
-    (folder.probe / "rank-0.jsonl").write_text("".join(map(rundir.json_line, steps)))
+    (folder.probe / "rank-0.jsonl").write_text("".join(map(rundir.render_json_line, steps)))
     block = (b"x" * 99 + b"\n") * 10_000
     with folder.console(1).open("ab") as log:
         for _ in range(LOG_BYTES // len(block)):

@@ -86,7 +86,7 @@ class Finding:
         if self.file is None:
             return None
         if self.override is not None:
-            return f"override `{brief(self.override)}` of {self.file}"
+            return f"override `{shorten(self.override)}` of {self.file}"
         if self.line is None:
             return self.file
         return f"{self.file}:{self.line}"
@@ -164,7 +164,7 @@ def unwritable(path: object, error: OSError) -> NotReady:
     return not_ready("unwritable-file", message, file=str(path))
 
 
-def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
+def select_errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
     """Those findings that stop a run: errors, and under `strict` warnings about the file too."""
     return tuple(finding for finding in findings if _is_stopping(finding, strict=strict))
 
@@ -175,17 +175,17 @@ def _is_stopping(finding: Finding, *, strict: bool) -> bool:
     return finding.severity == "error"
 
 
-def about(subject: About, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def set_subject(subject: About, findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The same findings as ones about this: see `Finding.about`."""
     return tuple(replace(finding, about=subject) for finding in findings)
 
 
-def brief(value: object, limit: int = 80) -> str:
+def shorten(value: object, limit: int = 80) -> str:
     """A value for a message: its text, cut where it is long."""
     text = str(value)
     if len(text) > limit:
         # half a token is not known for one when it is shown
-        text = redaction.named_in_environment(text)
+        text = redaction.name_in_environment(text)
     if len(text) <= limit:
         return text
     return f"{text[: limit - 3]}..."

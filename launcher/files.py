@@ -50,7 +50,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     return raw
 
 
-def lines(stream: BinaryIO) -> Iterator[bytes]:
+def read_raw_lines(stream: BinaryIO) -> Iterator[bytes]:
     """The lines of a file; of a longer one than `parse_line` takes, as much as shows that."""
     left = MAX_LINES
     at_begin = True
@@ -64,7 +64,7 @@ def lines(stream: BinaryIO) -> Iterator[bytes]:
         at_begin = len(raw) <= MAX_LINE or raw.endswith(b"\n")
 
 
-def names(folder: Path | None) -> list[str]:
+def list_names(folder: Path | None) -> list[str]:
     """What lies in a folder, sorted; nothing where there is none, or it cannot be read."""
     if folder is None:
         return []
@@ -79,7 +79,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         with open_regular(path) as stream:
-            for line in lines(stream):
+            for line in read_raw_lines(stream):
                 row = parse_line(line)
                 if row:
                     rows.append(row)
@@ -223,7 +223,7 @@ def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o
         raise
 
 
-def writable_by_others(path: Path) -> str | None:
+def find_other_writer(path: Path) -> str | None:
     """Why somebody else may have written a file, or put another in its place as a link; None where
     nobody can have.
     """

@@ -1666,7 +1666,7 @@ SECTIONS = (
 )
 
 
-def rows_of(code: str) -> Iterator[tuple[CodeSection, Meaning]]:
+def find_rows(code: str) -> Iterator[tuple[CodeSection, Meaning]]:
     """Each row that lists a code; several commands may say it."""
     for section in SECTIONS:
         for row in section.rows:
@@ -1674,5 +1674,5 @@ def rows_of(code: str) -> Iterator[tuple[CodeSection, Meaning]]:
                 yield section, row
 
 
-def all_codes() -> list[str]:
+def list_codes() -> list[str]:
     return [code for section in SECTIONS for row in section.rows for code in row.codes]

@@ -35,12 +35,12 @@ def can_be_name(text: str) -> bool:
     return all(len(part) <= _MOST_BYTES_OF_NAME for part in raw.split(b"/"))
 
 
-def expanded(text: str | Path) -> Path:
+def expand_user(text: str | Path) -> Path:
     """The path with `~` expanded, or as it is where there is no such user or no home."""
     return Path(os.path.expanduser(text))
 
 
-def canonical(path: Path) -> Path:
+def resolve_path(path: Path) -> Path:
     """The path without links and `..`, or as it is where that cannot be told (a NUL inside)."""
     try:
         return Path(os.path.realpath(path))
@@ -56,7 +56,7 @@ def is_pointer(path: Path) -> bool:
         return False
 
 
-def shipped(name: str) -> Path:
+def find_shipped(name: str) -> Path:
     """A file or folder of the project: in the clone, or below PREFIX/share/launch."""
     places = []
     if IS_CLONE:

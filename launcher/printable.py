@@ -24,7 +24,7 @@ _COMMAND = re.compile(r"^(\s*)::|##\[", re.M)
 _UNESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
-def printable(text: str, *, commands: bool = False) -> str:
+def make_printable(text: str, *, commands: bool = False) -> str:
     """Text without control characters; a backslash stands before GitHub's `commands`."""
     if not text.isprintable():
         if _BEGINS_ESCAPE.search(text):
@@ -44,16 +44,16 @@ def _disarm_command(match: re.Match[str]) -> str:
     return f"{indentation}\\::"
 
 
-def folded(text: str) -> str:
+def indent_lines(text: str) -> str:
     """The text, printable, with its further lines indented: none looks like one of launch's."""
-    return printable(text).replace("\n", "\n    ")
+    return make_printable(text).replace("\n", "\n    ")
 
 
-def printable_bytes(raw: bytes) -> bytes:
+def make_printable_bytes(raw: bytes) -> bytes:
     """The same for what need not be UTF-8."""
-    return printable(raw.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    return make_printable(raw.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
-def escaped(json_text: str) -> str:
+def escape_controls(json_text: str) -> str:
     """JSON with those control characters escaped that its own rules let stand."""
     return _UNESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)

@@ -176,7 +176,7 @@ class Redactor:
     def of(cls, environ: Mapping[str, str], borrowed: Iterable[str] = ()) -> Redactor:
         """What is secret in this environment, of which a file borrowed these variables."""
         taken = {name: environ[name] for name in sorted(borrowed) if name in environ}
-        return cls(known_values(environ, taken), taken)
+        return cls(find_secret_values(environ, taken), taken)
 
     def joined(self, other: Redactor) -> Redactor:
         """What either of both hides."""
@@ -200,20 +200,20 @@ class Redactor:
         return tuple(name for name, value in self.borrowed.items() if holds_secret(name, value))
 
 
-def of_process() -> Redactor:
+def find_process_secrets() -> Redactor:
     """What is secret in the environment of this process."""
     return Redactor.of(os.environ)
 
 
-def together(redactors: Iterable[Redactor]) -> Redactor:
+def merge(redactors: Iterable[Redactor]) -> Redactor:
     """What any of them hides, or the environment of this process tells."""
-    whole = of_process()
+    whole = find_process_secrets()
     for redactor in redactors:
         whole = whole.joined(redactor)
     return whole
 
 
-def named_in_environment(text: str) -> str:
+def name_in_environment(text: str) -> str:
     """The text without secrets; of those that a variable of this process holds, its name."""
     secrets = []
     for name, value in os.environ.items():
@@ -284,7 +284,7 @@ def _compile_spellings(value: str, spellings: Collection[str]) -> re.Pattern[str
 
 
 def _name_cut_value(text: str, value: str, name: str) -> str:
-    """The text, naming the variable where `errors.brief` left only the begin of its value."""
+    """The text, naming the variable where `errors.shorten` left only the begin of its value."""
     before, dots, after = text.partition(_CUT)
     while dots:
         for length in range(min(len(value), len(before)), 3, -1):
@@ -326,7 +326,9 @@ def _may_hold_secret(text: bytes, hints: Iterable[bytes]) -> bool:
     return _NAME_HINT.search(small) is not None
 
 
-def known_values(environ: Mapping[str, str], borrowed: Collection[str] = ()) -> tuple[str, ...]:
+def find_secret_values(
+    environ: Mapping[str, str], borrowed: Collection[str] = ()
+) -> tuple[str, ...]:
     """Values of variables that are secret by name, or borrowed and secret, as they may be spelt,
     longest first.
 

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from launcher.machine.git import Repository
 from launcher.upstream import history
-from launcher.upstream.locate import snapshot
+from launcher.upstream.locate import load_snapshot
 from launcher.upstream.trainers import BACKENDS
 
 PACKAGE = "open_instruct"
@@ -83,11 +83,11 @@ def _find_later_changes(
             continue
         number = str(scripts.index(entry.script))
         before = _present_arguments(kept, number)
-        after = {key.partition(".")[2] for key in snapshot(PACKAGE)["stages"][stage]}
+        after = {key.partition(".")[2] for key in load_snapshot(PACKAGE)["stages"][stage]}
         for key in sorted(before ^ after):
             print(f"{entry.script} {key}:")
             for change in history.find(repository, key, entry.script, base, commit):
-                print(f"  {history.sentence(change)}")
+                print(f"  {history.describe_event(change)}")
                 of_commit = changes.setdefault(
                     change.commit,
                     CommitChanges(

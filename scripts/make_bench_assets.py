@@ -61,7 +61,7 @@ TINY = Size(chats=200, pairs=50, least=8, mean=40, most=100)
 
 def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     """Make what is missing; returns the exit code."""
-    unknown = [name for name in models if name.lower() not in architecture.table()]
+    unknown = [name for name in models if name.lower() not in architecture.load_known_shapes()]
     if unknown:
         names = ", ".join(unknown)
         print(f"error: no shape of {names} in launcher/artifacts/shapes.json", file=sys.stderr)
@@ -173,7 +173,7 @@ def make_model(
     began = time.monotonic()
     folder = out / "hub" / f"models--{name.replace('/', '--')}"
     place = folder / "snapshots" / COMMIT
-    shape = dict(architecture.table()[name.lower()])
+    shape = dict(architecture.load_known_shapes()[name.lower()])
     if tiny:
         shape.update(TINY_SHAPE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,7 +193,7 @@ def make_model(
         (folder / "refs").mkdir(exist_ok=True)
         (folder / "refs" / "main").write_text(COMMIT, encoding="ascii")
         partial.rename(place)
-    parameters = architecture.shape_of(shape, name=name).parameters
+    parameters = architecture.parse_shape(shape, name=name).parameters
     size = sum(path.stat().st_size for path in place.iterdir())
     text = f"{parameters / 1e6:,.1f} M parameters, {size / 2**20:,.0f} MiB"
     seconds = time.monotonic() - began

@@ -152,7 +152,7 @@ of packages in the release that launch is tested with. Written by `make docs` ou
 
 def cited_page() -> str:
     """The page of cited lines, by release and file."""
-    committed = citations.committed()
+    committed = citations.load_committed()
     citing_files: dict[str, set[str]] = {}
     for row in cited.find_citations(ROOT):
         citing_files.setdefault(row.citation, set()).add(row.file)
@@ -194,12 +194,12 @@ _SHOWN = re.compile(r"<!-- cited: (.*?) -->\n(.*?)(?=<!-- cited: |\Z)", re.DOTAL
 
 def renumber_lines(text: str) -> str:
     """Give the printed lines below a comment the numbers of what it cites, in its order."""
-    committed = citations.committed()
+    committed = citations.load_committed()
     table = committed.tables[f"{cited.PACKAGE} {committed.pin}"]
 
     def renumber(match: re.Match[str]) -> str:
         printed = match[2]
-        for name in citations.citations(match[1]):
+        for name in citations.find_citations(match[1]):
             if name in table:
                 file = name.partition("::")[0]
                 # NUL for the colon: the next citation of this file means its next line

@@ -86,7 +86,7 @@ def find_commit(repository: Repository, name: str, why: str) -> str:
 def write_templates() -> None:
     package = find_package("trl")
     if package is not None:
-        templates = snapshot.templates_of(package)
+        templates = snapshot.list_templates(package)
         snapshot.write_templates(templates)
         print(f"trl: {len(templates)} chat templates that have one for training")
 
@@ -95,18 +95,18 @@ def write_tables(repository: Repository) -> tuple[Sequence[str], Sequence[cited.
     """Bring cited.json up to date; returns problems, and citations that are not at the pin."""
     pin = BACKENDS[cited.PACKAGE].PIN
     trees: dict[str, Tree] = {}
-    for name in cited.commits_of_rules():
+    for name in cited.list_commits_of_rules():
         commit = find_commit(repository, name, "at which rules were confirmed")
         trees[commit] = CommitTree(repository, commit, cited.PACKAGE)
     citing = cited.find_citations(PROJECT)
-    later = cited.later_than(pin, trees, repository)
-    installed = cited.installed(citing)
-    tables = cited.take_tables(citing, citations.committed().tables, installed, trees, later)
+    later = cited.select_later_commits(pin, trees, repository)
+    installed = cited.find_installed(citing)
+    tables = cited.take_tables(citing, citations.load_committed().tables, installed, trees, later)
     (snapshot.FOLDER / "cited.json").write_text(tables.text(), encoding="utf-8")
     releases = tables.committed.tables
     places = sum(map(len, releases.values()))
     print(f"cited: {places} places in {len(releases)} releases")
-    return tables.problems, cited.stale(citing, tables.committed.at_pin_or_later(), pin)
+    return tables.problems, cited.find_stale(citing, tables.committed.at_pin_or_later(), pin)
 
 
 if __name__ == "__main__":

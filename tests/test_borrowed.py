@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_world import World, made, needs_trl
+from fake_world import World, needs_trl, open_world
 
 from launcher.cli import main
 from launcher.config import load
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.redaction import Redactor, redact
 
 VARIABLE = "SITE_LABEL"
@@ -27,7 +27,7 @@ pytestmark = needs_trl
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.environ[VARIABLE] = VALUE
         yield world
 
@@ -144,7 +144,7 @@ def test_a_pipeline_that_borrows_hides_the_value(world: World) -> None:
 def test_a_value_that_was_cut_is_named() -> None:
     value = f"{VALUE} " * 20
     redactor = Redactor.of({VARIABLE: value}, [VARIABLE])
-    text = redactor.name_variables(f"`{brief(value)}` is no number: {brief('other-' * 30, 40)}")
+    text = redactor.name_variables(f"`{shorten(value)}` is no number: {shorten('other-' * 30, 40)}")
     require_hidden(text)
     assert f"oc.env:{VARIABLE}" in text
     assert text.endswith("is no number: other-other-other-other-other-other-o...")

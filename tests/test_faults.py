@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S
-from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
+from fake_world import (
+    LAUNCH,
+    World,
+    needs_trl,
+    open_world,
+    read_cmdline,
+    wait_until,
+    wait_until_shown,
+)
 
 from launcher.machine import process
 from launcher.runs import lease, rundir, runner
@@ -28,7 +36,7 @@ INTERRUPTED = 130
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         for name in ("LAUNCH_RUNS", "LAUNCH_CACHE", "LAUNCH_GRACE", "FAKE_WORLD", "FAKE_PIDS"):
             monkeypatch.setenv(name, world.environ[name])
         yield world
@@ -141,7 +149,7 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
     folder = world.prepared(f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=600")
     running = world.started("exec", "a run")
     leader = world.pid("leader")
-    until(folder.process.exists)
+    wait_until(folder.process.exists)
     # until not even an empty file fits
     with pytest.raises(OSError, match="No space"):
         for number in range(40):
@@ -160,7 +168,7 @@ def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: 
     folder = world.prepared("print=3", f"brimful={filler}", "pid=leader", f"wait={world.root}/go")
     running = world.started("exec", "a run")
     world.pid("leader")
-    until(folder.process.exists)
+    wait_until(folder.process.exists)
     assert read_state(world) == "running"
     (world.root / "go").touch()
     # it ended well, and nothing about it was proved
@@ -218,7 +226,7 @@ def test_a_log_that_is_removed_or_truncated_is_followed(
     world.pid("leader")
     reading = world.started("logs", "a run", "-f")
     looking = world.started("attach", "a run")
-    looks_on(looking)
+    wait_until_shown(looking)
     expected = b"".join(b"line %d\n" % number for number in range(100))
     assert reading.stdout is not None
     text = b""
@@ -280,7 +288,7 @@ def test_a_supervisor_stops_its_run_on_term_and_not_on_hup(world: World) -> None
     running = world.started("exec", "a run")
     leader = world.pid("leader")
     child = world.pid("child")
-    looks_on(running)
+    wait_until_shown(running)
     supervisor = int(rundir.read_json(folder.process)["keeper"]["pid"])
     os.kill(supervisor, signal.SIGHUP)
     os.kill(running.pid, signal.SIGHUP)
@@ -302,7 +310,7 @@ def test_a_start_that_is_cut_short_is_no_run(world: World, number: int) -> None:
     hook = in_supervisor(world, "open('{folder}/begun', 'w').close()\ntime.sleep(600)\n")
     steps = json.dumps(["pid=leader", "sleep=600"])
     running = world.started(*train_words(world), env={**hook, "FAKE_STEPS": steps})
-    until((world.root / "hook" / "begun").exists)
+    wait_until((world.root / "hook" / "begun").exists)
     running.send_signal(number)
     if number == signal.SIGKILL:
         assert running.wait(PATIENCE_S) == -signal.SIGKILL
@@ -367,10 +375,10 @@ def test_a_stop_while_the_run_starts(world: World) -> None:
     hook = in_supervisor(world, waits)
     folder = world.prepared("pid=leader", "sleep=600")
     running = world.started("exec", "a run", env=hook)
-    until((world.root / "hook" / "begun").exists)
+    wait_until((world.root / "hook" / "begun").exists)
     assert not folder.process.exists()
     stopping = world.started("stop", "a run")
-    until(folder.stop.exists)
+    wait_until(folder.stop.exists)
     (world.root / "hook" / "go").touch()
     assert stopping.wait(PATIENCE_S) == 0
     assert running.wait(PATIENCE_S) == INTERRUPTED
@@ -382,7 +390,7 @@ def test_a_request_to_stop_what_never_began_does_not_stop_the_next(world: World)
     folder = world.prepared("exit=0")
     with runner.lock_run(folder, 1, None):
         stopping = world.started("stop", "a run")
-        until(folder.stop.exists)
+        wait_until(folder.stop.exists)
     assert stopping.wait(PATIENCE_S) == 0
     assert not folder.stop.exists()
     assert world.launch("exec", "a run").returncode == 1
@@ -395,7 +403,7 @@ def test_a_signal_stops_a_run_however_soon_it_comes(world: World, number: int) -
     steps = json.dumps(["child=session", "pid=leader", "sleep=600"])
     running = world.started(*train_words(world), env={"FAKE_STEPS": steps})
     # the supervisor may not have reported yet that the training has begun
-    until((world.root / "pids" / "leader").exists)
+    wait_until((world.root / "pids" / "leader").exists)
     running.send_signal(number)
     assert running.wait(PATIENCE_S) == INTERRUPTED
     assert world.quiet()
@@ -436,13 +444,13 @@ def test_streams_that_are_closed(world: World) -> None:
     )  # fmt: skip
     world.pid("leader")
     # the launcher is killed; the training and its supervisor hold the lock all the same
-    launcher = next(pid for pid in world.left() if b"exec\0a run\0" in cmdline(pid))
+    launcher = next(pid for pid in world.left() if b"exec\0a run\0" in read_cmdline(pid))
     os.kill(launcher, signal.SIGKILL)
-    until(lambda: not process.identify(launcher).is_alive())
+    wait_until(lambda: not process.identify(launcher).is_alive())
     assert lease.is_locked(folder.lock)
     (world.root / "go").touch()
     running.wait(PATIENCE_S)
-    until(lambda: rundir.is_judged(folder, 1))
+    wait_until(lambda: rundir.is_judged(folder, 1))
     assert return_code(folder) == 0
     assert folder.console(1).read_text() == "stdin: ''\n"
 

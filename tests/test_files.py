@@ -13,7 +13,7 @@ import pytest
 
 from launcher import files
 from launcher.cli import main
-from launcher.printable import escaped, printable, printable_bytes
+from launcher.printable import escape_controls, make_printable, make_printable_bytes
 from launcher.runs import rundir
 from launcher.runs.attempt import Command
 from launcher.verdict import check, evidence
@@ -37,7 +37,7 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Path:
-    return made_runs.write_run(rundir.runs_root() / NAME)
+    return made_runs.write_run(rundir.find_runs_root() / NAME)
 
 
 def make_odd_file(path: Path, kind: str) -> None:
@@ -237,10 +237,10 @@ def require_harmless(text: str) -> None:
 
 
 def test_hostile_text_is_made_harmless() -> None:
-    require_harmless(printable(HOSTILE))
-    assert printable("ä\tb\nc :: d") == "ä\tb\nc :: d"
-    assert printable_bytes(b"\xff\x9b1m\x1b[1mok") == b"\xff1mok"
-    assert json.loads(escaped(json.dumps([HOSTILE], ensure_ascii=False))) == [HOSTILE]
+    require_harmless(make_printable(HOSTILE))
+    assert make_printable("ä\tb\nc :: d") == "ä\tb\nc :: d"
+    assert make_printable_bytes(b"\xff\x9b1m\x1b[1mok") == b"\xff1mok"
+    assert json.loads(escape_controls(json.dumps([HOSTILE], ensure_ascii=False))) == [HOSTILE]
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_a_bug_with_hostile_text_is_reported(
     def fail() -> None:
         raise RuntimeError("no \udcff UTF-8 \x1b[31m\n::error::")
 
-    monkeypatch.setattr(rundir, "known_runs", fail)
+    monkeypatch.setattr(rundir, "list_known_runs", fail)
     assert main.main(["runs", "--format", "json"]) == 70
     stderr = capsys.readouterr().err
     require_harmless(stderr)

@@ -13,7 +13,7 @@ import pytest
 from conftest import REPOSITORY
 
 from launcher.config import load
-from launcher.errors import errors
+from launcher.errors import select_errors
 from launcher.stage import stage
 from launcher.workflows.bench import variants
 
@@ -58,9 +58,9 @@ def test_upstream_takes_every_setting_of_a_case(tmp_path: Path) -> None:
         axis = [[b for a, b in pairwise(words) if a == "--variant"]]
         values = {b for a, b in pairwise(words) if a[0] == "-"}
         overrides = [word for word in words[3:] if "=" in word and word not in values]
-        for one in variants.combinations([], *axis):
+        for one in variants.combine_variants([], *axis):
             asked = load.load(REPOSITORY / words[2], [*overrides, *one.overrides])
-            assert not errors(stage.validate(stage.judge_stage_file(asked)).findings), (
+            assert not select_errors(stage.validate(stage.judge_stage_file(asked)).findings), (
                 case.name,
                 one.name,
             )

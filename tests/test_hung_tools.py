@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_world import World, bearing, made, until
+from fake_world import World, find_processes, open_world, wait_until
 from real_training import needs_trl
 
 from launcher.machine import tools
@@ -51,7 +51,7 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def nothing_is_left(tmp_path: Path) -> None:
-    until(lambda: not bearing("HUNG_TEST", tmp_path) - {os.getpid()})
+    wait_until(lambda: not find_processes("HUNG_TEST", tmp_path) - {os.getpid()})
 
 
 @pytest.mark.parametrize("body", [HANGS, LEAVES_A_CHILD])
@@ -70,14 +70,14 @@ def test_a_tool_that_hangs_is_ended_with_what_it_started_and_not_asked_again(
     assert time.monotonic() - start < 0.5
     nothing_is_left(tmp_path)
     tools.forget_silences()
-    assert not tools.silent()
+    assert not tools.describe_silences()
 
 
 def test_a_tool_that_has_answered_need_not_close_its_output(on_path: Path, tmp_path: Path) -> None:
     put(on_path, ("git",), ANSWERS_AND_HOLDS_THE_PIPE)
     answer = tools.run_tool(["git", "--version"], seconds=60.0)
     assert (answer.returncode, answer.out) == (0, b"git version 2.40\n")
-    assert not tools.silent()
+    assert not tools.describe_silences()
     nothing_is_left(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_all_tools_together_have_a_limit(on_path: Path, monkeypatch: pytest.Monk
     for name in names:
         with pytest.raises(tools.NoAnswer):
             tools.run_tool([name])
-    assert tools.silent() == [
+    assert tools.describe_silences() == [
         "a did not answer in 2 s",
         "b did not answer in 1.2 s",
         "c did not answer in 1 s",
@@ -132,7 +132,7 @@ def call_where_all_tools_hang(
 
 @needs_trl
 def test_a_start_goes_on_where_all_tools_hang_and_names_them(tmp_path: Path) -> None:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.config()
         start = ["sft", "stage.yaml", "--python", str(world.python()), "--gpus", "0", "--detach"]
         process = call_where_all_tools_hang(world, *start, codes={0})

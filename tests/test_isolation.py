@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
-from fake_world import World, made
+from fake_world import World, open_world
 from real_training import needs_open_instruct, needs_trl
 
 from launcher.machine import isolation
@@ -159,7 +159,7 @@ def test_a_command_runs_nothing_of_the_folder(
 
 @needs_trl
 def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) -> None:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         trap = Trap(world.root)
         python = python_of(world)
         config = world.config()
@@ -197,7 +197,7 @@ def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) ->
 
 @needs_trl
 def test_a_command_in_the_background_runs_nothing_of_the_folder(tmp_path: Path) -> None:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         trap = Trap(world.root)
         python = python_of(world)
         world.config("one.yaml")
@@ -248,7 +248,7 @@ def test_an_old_python_starts_training_without_the_folder(trap: Trap, tmp_path: 
     module = tmp_path / "site" / "accelerator" / "commands.py"
     module.parent.mkdir(parents=True)
     module.write_text("import json, sys, tempfile, argparse\nprint(json.dumps(sys.argv[1:]))\n")
-    environ = {**os.environ, **isolation.changes({"PYTHONPATH": f"{tmp_path / 'site'}:"})}
+    environ = {**os.environ, **isolation.list_changes({"PYTHONPATH": f"{tmp_path / 'site'}:"})}
     words = [str(python_3_10()), str(START), "accelerator.commands", "--x", "1"]
     done = subprocess.run(words, cwd=trap.folder, env=environ, capture_output=True, text=True)
     assert done.stdout == '["--x", "1"]\n', done.stderr
@@ -293,7 +293,7 @@ def test_a_python_named_by_a_variable_is_not_looked_for_in_the_folder(
 def test_an_empty_entry_of_a_search_path_is_left_out(
     name: str, value: str, clean: str | None
 ) -> None:
-    assert isolation.changes({name: value}).get(name) == clean
+    assert isolation.list_changes({name: value}).get(name) == clean
 
 
 DEEPSPEED = """\
@@ -316,7 +316,7 @@ def test_deepspeeds_workers_do_not_get_the_folder_from_accelerate(
     words += ["--use_deepspeed", "--deepspeed_config_file", str(tmp_path / "ds.json")]
     words += [str(tmp_path / "worker.py"), str(tmp_path / "seen")]
     environ = environment(tmp_path)
-    environ |= {**isolation.changes(environ), "PYTHONPATH": str(tmp_path)}
+    environ |= {**isolation.list_changes(environ), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         words, cwd=trap.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
     )

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import saved
-from plans import PYTHON, built, from_text, judge_text, planned, settled, trainer
+from plans import PYTHON, build_command, check_plan, from_text, judge_text, make_plan, trainer
 from typer.testing import CliRunner
 
 from launcher.artifacts import architecture, lengths, model_config
-from launcher.artifacts.lengths import fuller, pack, parse
+from launcher.artifacts.lengths import fill_rows, pack, parse
 from launcher.cache import hub
 from launcher.cli.commands import app
 from launcher.config import load
@@ -70,11 +70,11 @@ def packed_stage(budget: float, per_device: int) -> str:
 
 
 def plan_text(folder: Path, text: str, gpus: int = 8, nodes: int = 1) -> Plan:
-    return planned(from_text(folder, text), gpus=gpus, nodes=nodes)
+    return make_plan(from_text(folder, text), gpus=gpus, nodes=nodes)
 
 
 def footprint_of(plan: Plan, rows: str) -> Footprint:
-    shape = footprint.shape_of(plan)
+    shape = footprint.find_model_shape(plan)
     return Footprint(plan=plan, shape=shape, rows=parse(rows), attention="flash_2")
 
 
@@ -210,7 +210,7 @@ def test_a_folder_named_like_a_shape_is_not_read(
         config.parent.mkdir()
         config.write_text(json.dumps({"max_position_embeddings": positions}))
     args = {"model_name_or_path": "trained", "config_name": "olmo2_7B"}
-    config = model_config.built_from(Values(dpo_schema(), args), {})
+    config = model_config.build_config(Values(dpo_schema(), args), {})
     assert config == {"max_position_embeddings": 4096}
 
 
@@ -401,7 +401,7 @@ def model_findings(folder: Path, *args: str, model: str = QWEN) -> dict[str, Fin
     """What is said of the model when the run is to start, by code."""
     read = read_text(folder, write_stage(*args, model=model))
     by_code = {}
-    for finding in stage.unplanned_findings(read, Machine()):
+    for finding in stage.check_unplanned(read, Machine()):
         if finding.key == "args.model_name_or_path":
             by_code[finding.code] = finding
     return by_code
@@ -452,14 +452,14 @@ def test_a_shape_is_no_model_of_the_hub(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     text = write_stage("config_name: qwen3_0_6B", model=str(snapshot))
     read = read_text(tmp_path, text)
-    codes = {finding.code for finding in stage.unplanned_findings(read, Machine())}
+    codes = {finding.code for finding in stage.check_unplanned(read, Machine())}
     assert "missing-model" not in codes
-    parts = hub.required_parts(plan.make(stage.validate(read), gpus=8))
+    parts = hub.list_required_parts(plan.make(stage.validate(read), gpus=8))
     assert "qwen3_0_6B" not in {part.name for part in parts}
 
 
 def test_torchrun_starts_it_on_one_machine(tmp_path: Path) -> None:
-    argv = built(plan_text(tmp_path, write_stage())).argv
+    argv = build_command(plan_text(tmp_path, write_stage())).argv
     assert argv[:3] == (str(PYTHON), "-m", "torch.distributed.run")
     assert argv[argv.index("--nproc-per-node") + 1] == "8"
     absent = {"accelerate.commands.launch", "--main_process_port", "--do_not_randomize_output_dir"}
@@ -467,7 +467,7 @@ def test_torchrun_starts_it_on_one_machine(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_it_on_several_machines(tmp_path: Path) -> None:
-    argv = built(plan_text(tmp_path, write_stage(), nodes=2)).argv
+    argv = build_command(plan_text(tmp_path, write_stage(), nodes=2)).argv
     machine = rendezvous.Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=29501)
     filled = rendezvous.fill_placeholders(argv, machine)
     options = dict(itertools.pairwise(filled))
@@ -495,7 +495,7 @@ def test_degrees_must_divide_the_gpus(tmp_path: Path, lines: str, key: str) -> N
 
 def settled_findings(folder: Path, text: str, code: str, gpus: int = 8) -> list[Finding]:
     """The findings of this code once the file is planned on GPUs."""
-    findings = settled(folder, text, gpus=gpus).stage.findings
+    findings = check_plan(folder, text, gpus=gpus).stage.findings
     return [finding for finding in findings if finding.code == code]
 
 
@@ -675,7 +675,7 @@ def test_there_is_room_for_every_checkpoint(tmp_path: Path, steps: int, checkpoi
         f"max_train_steps: {steps}",
         model=str(tmp_path),
     )
-    needs = disk.needs(plan_text(tmp_path, text), None, {})
+    needs = disk.estimate_needs(plan_text(tmp_path, text), None, {})
     assert needs is not None
     assert needs.saved.times == checkpoints
     assert needs.saved.checkpoint == 12 * needs.parameters
@@ -692,7 +692,7 @@ def test_its_resume_is_not_judged_by_the_other_script_s_arithmetic(
     uneven = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
     args = ("gradient_accumulation_steps: 2", "checkpointing_steps: 3", "num_epochs: 2")
     plan = plan_text(tmp_path, write_stage(*args, script=script, top=top), gpus=1)
-    findings = epochs.findings(plan, uneven, trainer())
+    findings = epochs.check_first_start(plan, uneven, trainer())
     assert {finding.code for finding in findings} == codes
 
 
@@ -725,7 +725,7 @@ def test_embeddings_are_tied_as_the_installed_release_ties_them(
 ) -> None:
     packages = {"ai2-olmo-core": release} if release else {}
     plan = plan_text(tmp_path, write_stage(model=model))
-    assert footprint.shape_of(plan, None, packages).tied is tied
+    assert footprint.find_model_shape(plan, None, packages).tied is tied
 
 
 def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
@@ -747,13 +747,13 @@ def test_half_empty_rows_are_named_before_anything_runs(
 
 
 def test_rows_are_packed_as_upstream_packs_them() -> None:
-    hundreds = lengths.uniform(100, "made")
+    hundreds = lengths.make_uniform(100, "made")
     row = pack(hundreds, pairs=8, limit=250)
     assert row.pairs == 2.0
     assert row.real == 400.0
     assert row.positions == 500
     assert pack(hundreds, pairs=1, limit=250).filled == pytest.approx(0.4)
-    pairs, _ = fuller(hundreds, pairs=1, limit=250)
+    pairs, _ = fill_rows(hundreds, pairs=1, limit=250)
     assert pairs == 2
 
 
@@ -871,5 +871,5 @@ def test_that_upstream_continues_by_itself_is_named(
     for name in folders:
         (tmp_path / "out" / "x__7" / name).mkdir(parents=True)
     read = read_text(tmp_path, write_stage(f"output_dir: {tmp_path}/out", "exp_name: x", "seed: 7"))
-    codes = {finding.code for finding in stage.unplanned_findings(read, Machine())}
+    codes = {finding.code for finding in stage.check_unplanned(read, Machine())}
     assert ("resume-unjudged" in codes) is is_warned

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import DATA, REPOSITORY
-from plans import built, from_text, judge_text, planned
+from plans import build_command, from_text, judge_text, make_plan
 
 from launcher.artifacts import lengths
 from launcher.dataset import packed
@@ -60,16 +60,16 @@ def write_stage(*args: str, script: str = "sft_olmo_core") -> str:
 
 
 def plan_text(folder: Path, text: str, gpus: int = 8) -> Plan:
-    return planned(from_text(folder, text), gpus=gpus)
+    return make_plan(from_text(folder, text), gpus=gpus)
 
 
 def probe_settings(plan: Plan) -> Any:
-    return json.loads(built(plan).env["LAUNCH_PROBE"])
+    return json.loads(build_command(plan).env["LAUNCH_PROBE"])
 
 
 def memory_of(plan: Plan, rows: str) -> Memory:
-    shape = footprint.shape_of(plan)
-    packed_rows = footprint.rows_of(plan, lengths.parse(rows))
+    shape = footprint.find_model_shape(plan)
+    packed_rows = footprint.measure_trained_rows(plan, lengths.parse(rows))
     of_plan = footprint.Footprint(plan=plan, shape=shape, rows=packed_rows, attention="flash_2")
     return memory.estimate(of_plan.setup())
 
@@ -94,10 +94,10 @@ def test_a_checkout_decides_what_a_script_is_called(tmp_path: Path, key: str) ->
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
-        assert facts.script_in(trees, entry) == name
+        assert facts.find_script(trees, entry) == name
     (tmp_path / "open_instruct/finetune.py").unlink(missing_ok=True)
     state = "checkout" if key == "sft" else "other"
-    assert locate.state_of(tmp_path) == state
+    assert locate.examine_place(tmp_path) == state
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_temporary_checkpoints_fit_the_others(tmp_path: Path) -> None:
 
 def test_torchrun_starts_it_and_the_probe_knows_what_to_expect(tmp_path: Path) -> None:
     plan = plan_text(tmp_path, write_stage("max_train_steps: 12", "rope_scaling_factor: 2.0"))
-    argv = built(plan).argv
+    argv = build_command(plan).argv
     assert argv[1:6] == ("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node")
     settings = probe_settings(plan)
     assert settings["expect"]["packing"] == "isolated"
@@ -231,7 +231,7 @@ def test_rows_are_packed_as_olmo_core_packs_them() -> None:
         ends = numpy.cumsum([0, *documents])
         places = numpy.stack([ends[:-1], ends[1:]], 1).astype(numpy.uint64)
         instances, _, _ = utils.InstancePacker(limit).pack_documents(places)
-        assert packed.rows_of(Counter(documents), limit) == len(instances), seed
+        assert packed.count_packed_rows(Counter(documents), limit) == len(instances), seed
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_rows_are_packed_as_olmo_core_packs_them() -> None:
     ],
 )
 def test_rows_of_8_are_filled_by_the_best_fit(documents: list[int], rows: int) -> None:
-    assert packed.rows_of(Counter(documents), 8) == rows
+    assert packed.count_packed_rows(Counter(documents), 8) == rows
 
 
 def write_tokens(folder: Path, samples: list[list[int]], **special: str) -> Path:
@@ -301,11 +301,11 @@ def test_steps_are_counted_in_packed_rows(tmp_path: Path) -> None:
     """A row fits about six samples of 700 tokens. Each epoch leaves out rows that fill no step."""
     plan = plan_text(tmp_path, write_stage("num_epochs: 2"))
     assert plan.steps is None
-    samples = lengths.uniform(700, "test", 100_000)
+    samples = lengths.make_uniform(700, "test", 100_000)
     # 100,000 x 700 / 4,096 rows, 64 a step
-    rows = footprint.rows_per_epoch(plan, samples, 100_000)
+    rows = footprint.count_rows_per_epoch(plan, samples, 100_000)
     assert rows == 17_090
-    assert footprint.optimizer_steps(plan, rows, samples) == 2 * (17_090 // 64)
+    assert footprint.count_optimizer_steps(plan, rows, samples) == 2 * (17_090 // 64)
 
 
 @pytest.mark.parametrize(

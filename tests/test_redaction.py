@@ -9,14 +9,14 @@ from urllib.parse import quote
 
 import pytest
 
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.lifecycle.log_lines import LogLines
-from launcher.printable import printable_bytes
+from launcher.printable import make_printable_bytes
 from launcher.redaction import (
     REDACTED,
+    find_secret_values,
     is_secret,
     is_secret_variable,
-    known_values,
     redact,
     redact_bytes,
 )
@@ -255,7 +255,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_a_secret_is_hidden_however_it_is_spelt(spelling: str) -> None:
-    values = known_values({"SSHPASS": PASSPHRASE})
+    values = find_secret_values({"SSHPASS": PASSPHRASE})
     shown = redact_bytes(f"login as {spelling} there\n".encode(), values).decode()
     assert REDACTED in shown
     assert spelling not in shown
@@ -272,7 +272,7 @@ def test_a_value_in_base64_is_hidden_in_plain_text_too() -> None:
 
 def test_each_line_of_a_secret_of_several_lines_is_hidden() -> None:
     value = '{\n  "client": "a",\n  "private": "q8Wm2-Zk04xPl9-vB"\n}\n'
-    values = known_values({"GCP_CREDENTIALS_JSON": value})
+    values = find_secret_values({"GCP_CREDENTIALS_JSON": value})
     for text in (value, json.dumps(value), repr(value)):
         assert b"q8Wm2" not in redact_bytes(f"read {text}".encode(), values)
     # brackets of one line hide nothing else
@@ -283,7 +283,7 @@ def test_each_line_of_a_secret_of_several_lines_is_hidden() -> None:
     "value", ["1", "true", "False", "none", "0", "yes", "3000000", "/run/secrets/key", "~/key"]
 )
 def test_short_words_numbers_and_paths_hide_nothing(value: str) -> None:
-    assert known_values({"MY_TOKEN_B64": value, "SSHPASS": value}) == ()
+    assert find_secret_values({"MY_TOKEN_B64": value, "SSHPASS": value}) == ()
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_another_password_is_hidden(value: str) -> None:
 def test_half_a_token_is_not_shown_either() -> None:
     for words in range(20):
         text = f"{'x ' * words}{HF}{' y' * 80}"
-        assert HF[:6] not in redact(brief(text, 40), {})
+        assert HF[:6] not in redact(shorten(text, 40), {})
 
 
 @pytest.mark.parametrize("word", ["eyJ", "x=", "--a"])
@@ -379,6 +379,6 @@ def test_a_log_is_shown_without_secrets_wherever_it_is_cut(text: str, size: int)
     for start in range(0, len(raw), size):
         shown += lines.of(raw[start : start + size])
     shown += lines.rest()
-    assert shown == redact_bytes(printable_bytes(raw), ())
+    assert shown == redact_bytes(make_printable_bytes(raw), ())
     for secret in (b"MII", b"Ab3", HF.encode()):
         assert secret not in shown

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S
-from fake_world import World, cmdline, made, needs_trl, until
+from fake_world import World, needs_trl, open_world, read_cmdline, wait_until
 
 from launcher import files
 from launcher.cli import main
@@ -45,7 +45,7 @@ PRINT_VARIABLES = ("env=WANDB_API_KEY", "env=COMPANY_TOKEN", "env=NOTES", "step=
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         for name in ("LAUNCH_RUNS", "LAUNCH_CACHE", "LAUNCH_GRACE", "FAKE_WORLD", "FAKE_PIDS"):
             monkeypatch.setenv(name, world.environ[name])
         world.environ |= VARIABLES
@@ -84,7 +84,7 @@ def record_events(folder: RunFolder) -> None:
         {"event": "saved", "path": f"out/{GHP}"},
     ]
     with (folder.probe / "rank-0.jsonl").open("a") as stream:
-        stream.writelines(rundir.json_line(event) for event in events)
+        stream.writelines(rundir.render_json_line(event) for event in events)
 
 
 def output_of(result: subprocess.CompletedProcess[str]) -> str:
@@ -111,7 +111,7 @@ def test_a_run_shows_and_keeps_no_tokens(world: World) -> None:
         assert result.returncode == 4, result.stderr
         require_clean(output_of(result))
 
-    folder = rundir.known_runs()[0]
+    folder = rundir.list_known_runs()[0]
     assert WANDB in folder.console(1).read_text()
     record_events(folder)
     later = without_variables(world)
@@ -139,7 +139,7 @@ def test_a_run_is_stopped_without_a_word_of_them(world: World) -> None:
 
 def command_lines(world: World) -> str:
     """The command lines of all processes of a run."""
-    return b"\n".join(map(cmdline, world.left())).decode()
+    return b"\n".join(map(read_cmdline, world.left())).decode()
 
 
 def test_nobody_sees_them_in_the_list_of_processes(world: World) -> None:
@@ -243,7 +243,7 @@ def test_a_bug_is_reported_without_them(
     monkeypatch.setattr(overview, "list_rows", fail)
     assert main.main(["runs", "--format", "json"]) == 70
     # where the report cannot be written, it is printed
-    monkeypatch.setattr(rundir, "state_folder", lambda: Path("/dev/null/none"))
+    monkeypatch.setattr(rundir, "find_state_folder", lambda: Path("/dev/null/none"))
     assert main.main(["runs", "--format", "json"]) == 70
     streams = capfd.readouterr()
     assert "RuntimeError" in streams.err
@@ -298,7 +298,7 @@ def test_a_dry_run_can_be_pasted(world: World) -> None:
 def test_what_is_called_at_the_end_is_given_to_no_shell(world: World) -> None:
     folder = world.prepared("exit=0", on_finish=("touch", "--", SHELL), env={"X": SHELL})
     assert world.launch("exec", "a run").returncode == 1
-    until(lambda: (world.root / SHELL).exists())
+    wait_until(lambda: (world.root / SHELL).exists())
     assert not list(world.root.rglob("pwned"))
     assert not process.ProcessTree(None, str(folder.path)).living()
 
@@ -335,7 +335,7 @@ def test_a_borrowed_value_reaches_the_training_and_no_command_line(
     running = world.started(*words, env={"FAKE_STEPS": steps})
     world.pid("leader")
     texts = {"processes": command_lines(world)}
-    (folder,) = rundir.known_runs()
+    (folder,) = rundir.list_known_runs()
     (world.root / "go").touch()
     running.communicate(timeout=PATIENCE_S)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
-from fake_world import made
+from fake_world import open_world
 from real_training import needs_trl
 
 LAUNCH = shlex.join([sys.executable, "-P", str(REPOSITORY / "launcher" / "__main__.py")])
@@ -91,7 +91,7 @@ def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str, command: str,
 @needs_trl
 @pytest.mark.parametrize("limit", ["-f 0", "-n 12", "-v 60000"])
 def test_a_start_that_a_limit_stops_says_so(tmp_path: Path, limit: str) -> None:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         words = f"sft {world.config().name} --gpus 0 --python {world.python()} --detach"
         process = run(f"cd {world.root}; ulimit {limit}; $LAUNCH {words}", tmp_path)
         # where it is enough, it starts

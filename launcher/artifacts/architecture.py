@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.artifacts import model_config
-from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.errors import InvalidConfig, launch_finding, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import PACKAGE
 
@@ -153,7 +153,7 @@ class Shape:
         return max(math.prod(size) for size in self.linears().values())
 
 
-def untied(shape: Shape) -> Shape:
+def untie_embeddings(shape: Shape) -> Shape:
     if not shape.tied:
         return shape
     output = (shape.vocab, shape.hidden)
@@ -176,20 +176,20 @@ def find(
     source = f"config.json of {name}"
     config = model_config.read_model_config(name, environ, revision)
     if not config:
-        path = model_config.where(name, environ, revision)
+        path = model_config.find_config_file(name, environ, revision)
         if path is not None:
             message = f"{path} is not a model config: it is not a mapping"
             raise _report_unknown(message, "download it again, or name another model")
         source = f"launcher/artifacts/shapes.json, {name}"
-        config = table().get(name.lower(), {})
+        config = load_known_shapes().get(name.lower(), {})
     if not config:
         where = "no config.json of it is here, nor in the hub's cache"
         help = "download its config.json, or name a folder that has one"
         raise _report_unknown(f"the shape of {name} is not known: {where}", help)
-    return shape_of({**config, **(replaced or {})}, name=name, source=source)
+    return parse_shape({**config, **(replaced or {})}, name=name, source=source)
 
 
-def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config.json") -> Shape:
+def parse_shape(config: Mapping[str, Any], *, name: str = "", source: str = "config.json") -> Shape:
     """A parsed config.json -> `Shape`; raises InvalidConfig (`unknown-shape`) naming what is
     missing.
     """
@@ -228,7 +228,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         head_dim=reader.whole("head_dim", hidden // heads),
         vocab=vocab,
         tied=True,
-        dtype=model_config.weights_type(config),
+        dtype=model_config.find_weights_type(config),
         layer={},
         outer={"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)},
         window=reader.window(),
@@ -236,7 +236,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     shape = replace(shape, layer=_size_layer(reader, shape))
     if reader.flag("tie_word_embeddings"):
         return shape
-    return untied(shape)
+    return untie_embeddings(shape)
 
 
 def _size_layer(reader: _ConfigReader, shape: Shape) -> dict[str, Size]:
@@ -334,11 +334,11 @@ class _ConfigReader:
 def _render_value(value: object) -> str:
     if value is None:
         return "null"
-    return brief(repr(value), 40)
+    return shorten(repr(value), 40)
 
 
 @functools.cache
-def table() -> Mapping[str, Mapping[str, Any]]:
+def load_known_shapes() -> Mapping[str, Mapping[str, Any]]:
     """Common models by lower-case hub name; aliases are written out."""
     file = PACKAGE / "artifacts" / "shapes.json"
     configs: dict[str, Mapping[str, Any]] = {}

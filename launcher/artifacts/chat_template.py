@@ -48,7 +48,7 @@ def read_template(model: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _find_folder(model: str, environ: Mapping[str, str]) -> Path | None:
-    config = model_config.where(model, environ)
+    config = model_config.find_config_file(model, environ)
     if config is not None:
         return config.parent
     folder = Path(model)

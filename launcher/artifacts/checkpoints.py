@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from launcher import files
 from launcher.artifacts import model_files
-from launcher.artifacts.model_files import archive_fault, file_fault
+from launcher.artifacts.model_files import find_archive_fault, find_file_fault
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir
 from launcher.upstream.trainers import BACKENDS
@@ -78,7 +78,7 @@ def find(
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
 
 
-def last_written(backend: str, output: Path | None) -> float | None:
+def find_last_write(backend: str, output: Path | None) -> float | None:
     times = []
     for path in _list_folders(backend, output):
         status = _read_status(path)
@@ -87,7 +87,7 @@ def last_written(backend: str, output: Path | None) -> float | None:
     return max(times, default=None)
 
 
-def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
+def find_upstream_resume(backend: str, output: Path | None) -> Path | None:
     """The checkpoint that open-instruct would resume from by itself
     (utils.py::get_last_checkpoint).
 
@@ -96,7 +96,7 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     """
     if output is None or not _find_layout(backend).resumes_itself:
         return None
-    names = files.names(output)
+    names = files.list_names(output)
     # steps go before epochs, complete or not: a first half-written one hides every epoch
     candidates = _keep_prefixed(names, "step_") or _keep_prefixed(names, "epoch_")
     marked = []
@@ -114,7 +114,7 @@ def _keep_prefixed(names: Iterable[str], prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def strange_names(backend: str, output: Path | None) -> list[str]:
+def list_strange_names(backend: str, output: Path | None) -> list[str]:
     """Names that open-instruct takes for checkpoints and that are none of its own
     (utils.py::get_last_checkpoint[checkpoint_steps =]).
     """
@@ -122,13 +122,13 @@ def strange_names(backend: str, output: Path | None) -> list[str]:
     if not layout.resumes_itself:
         return []
     strange = []
-    for name in files.names(output):
+    for name in files.list_names(output):
         if name.startswith(("step_", "epoch_")) and not layout.folder.match(name):
             strange.append(name)
     return strange
 
 
-def folder_name(backend: str, kind: Kind, number: int) -> str | None:
+def name_checkpoint(backend: str, kind: Kind, number: int) -> str | None:
     """What a trainer calls a checkpoint of so many steps, or of an epoch; None if it saves none."""
     stem = _find_layout(backend).stems.get(kind)
     if stem is None:
@@ -136,15 +136,15 @@ def folder_name(backend: str, kind: Kind, number: int) -> str | None:
     return f"{stem}{number}"
 
 
-def model_fault(folder: Path | None) -> str | None:
+def find_model_fault(folder: Path | None) -> str | None:
     """What a folder lacks to be a trained model; None where it is one."""
-    names = set(files.names(folder))
+    names = set(files.list_names(folder))
     if folder is None or not {"config.json", "adapter_config.json"} & names:
         return "it holds no config"
     return _find_weights_fault(folder)
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """What is wrong with the weights that lie in a folder; None where none do, or all are whole."""
     fault = _find_weights_fault(folder)
     if fault == model_files.NO_WEIGHTS:
@@ -156,7 +156,7 @@ def _list_folders(backend: str, output: Path | None) -> Iterator[Path]:
     if output is None:
         return
     layout = _find_layout(backend)
-    for name in files.names(output):
+    for name in files.list_names(output):
         path = output / name
         if layout.folder.match(name) and path.is_dir():
             yield path
@@ -167,7 +167,7 @@ _ONE_RANK = "rng_state.pth"
 
 
 def _read_checkpoint(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
-    names = set(files.names(path))
+    names = set(files.list_names(path))
     stem, number = re.split("[_-]", path.name)
     kind: Kind = "step"
     if stem == "epoch":
@@ -203,7 +203,7 @@ def _find_fault(
     if fault is not None:
         return fault
     if _ONE_RANK in names and (ranks or 1) == 1:
-        return archive_fault(path / _ONE_RANK)
+        return find_archive_fault(path / _ONE_RANK)
     return _find_ranks_fault(path, names, layout.states, ranks)
 
 
@@ -276,7 +276,7 @@ def _find_state_fault(layout: _Layout, path: Path, names: set[str]) -> str | Non
         return fault
     scheduler = f"scheduler.{layout.suffix}"
     if scheduler in names:
-        return archive_fault(path / scheduler)
+        return find_archive_fault(path / scheduler)
     if engine is None:
         return f"it lacks {scheduler}"
     # DeepSpeed's own schedule lies in its engine's state
@@ -289,7 +289,7 @@ def _find_single_fault(path: Path, names: set[str], optimizer: str) -> str | Non
         return fault
     if optimizer not in names:
         return f"it holds the model without {optimizer}"
-    return archive_fault(path / optimizer)
+    return find_archive_fault(path / optimizer)
 
 
 def _find_ranks_fault(
@@ -316,7 +316,7 @@ def _list_missing_ranks(present: Container[int], count: int) -> str:
 
 def _find_archive_fault(folder: Path, names: Iterable[str]) -> str | None:
     for name in names:
-        fault = archive_fault(folder / name)
+        fault = find_archive_fault(folder / name)
         if fault is not None:
             return fault
     return None
@@ -336,7 +336,7 @@ def _find_engine_folder(path: Path, names: set[str]) -> Path | None:
 
 def _find_engine_fault(folder: Path) -> str | None:
     """Every rank's optimizer and at least one model state (deepspeed/runtime/engine.py)."""
-    names = files.names(folder)
+    names = files.list_names(folder)
     models = [name for name in names if name.endswith("model_states.pt")]
     optimizers = [name for name in names if name.endswith("optim_states.pt")]
     if not models:
@@ -361,14 +361,14 @@ def _find_fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
         if is_dir(place):
             fault = _find_distributed_fault(place)
         else:
-            fault = archive_fault(place)
+            fault = find_archive_fault(place)
         if fault is not None:
             return fault
     return None
 
 
 def _find_distributed_fault(folder: Path) -> str | None:
-    names = files.names(folder)
+    names = files.list_names(folder)
     if ".metadata" not in names:
         return f"{folder.name} was not finished: no .metadata"
     for name in sorted(names):
@@ -383,10 +383,10 @@ def _find_weights_fault(folder: Path) -> str | None:
     own.
     """
     adapters = sorted([*folder.glob("adapter_model.*"), *folder.glob("*/adapter_model.*")])
-    if not adapters or model_files.first(folder) is not None:
-        return model_files.weights_fault(folder)
+    if not adapters or model_files.find_first_weights(folder) is not None:
+        return model_files.find_weights_fault(folder)
     for adapter in adapters:
-        fault = file_fault(adapter)
+        fault = find_file_fault(adapter)
         if fault is not None:
             return fault
     return None

@@ -95,7 +95,7 @@ def _identify_state(status: os.stat_result) -> tuple[int, int, int]:
 
 def _digest_descriptor(descriptor: int, size: int, sampled: bool) -> Content:
     if sampled:
-        regions = sampled_regions(descriptor, size)
+        regions = choose_regions(descriptor, size)
         if regions is not None:
             return Content("sampled", _digest_sampled(descriptor, size, regions), size)
     return Content("whole", _digest_whole(descriptor, size), size)
@@ -161,14 +161,14 @@ def _read_exactly(descriptor: int, offset: int, length: int) -> bytes:
     return raw
 
 
-def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
+def choose_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
     """Offset and length of every stretch of a safetensors file that is read, the header first.
 
     None where the file is no safetensors file, or its tensors do not cover it: then all of it
     counts.
     """
     try:
-        data, entries = header(descriptor, size)
+        data, entries = read_header(descriptor, size)
         tensors: list[tuple[int, int, str]] = []
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]
@@ -212,7 +212,7 @@ def _pick_blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield page * BLOCK, BLOCK
 
 
-def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
+def read_header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
     """Where the data of a safetensors file begin, and what its header says of each tensor.
 
     Raises EOFError where the file is too short for its header, ValueError, TypeError or
@@ -229,7 +229,7 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
     return 8 + length, tensors
 
 
-def weights(folder: str) -> list[str]:
+def list_weights(folder: str) -> list[str]:
     """The files of weights in a folder and (PEFT's further adapters) in those right below it."""
     prefixes = [entry.name + "/" for entry in os.scandir(folder) if entry.is_dir()]
     files: list[str] = []

@@ -91,7 +91,7 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     return Path(os.path.expanduser(folder)).absolute()
 
 
-def of_file(path: Path, *, name: str | None = None) -> FilePrint:
+def fingerprint_file(path: Path, *, name: str | None = None) -> FilePrint:
     """The fingerprint of one file, links followed; raises MissingContent where there is none to
     read.
     """
@@ -127,7 +127,7 @@ def _read_content(path: Path, _: tuple[int, ...]) -> digest.Content:
     return digest.read_content(path)[0]
 
 
-def of_data(name: str, revision: str | None = None) -> Fingerprint:
+def fingerprint_data(name: str, revision: str | None = None) -> Fingerprint:
     """A data file, or a folder of data with everything below it; raises MissingContent.
 
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from
@@ -139,7 +139,7 @@ def of_data(name: str, revision: str | None = None) -> Fingerprint:
     return _fingerprint_single(name, path)
 
 
-def of_model(name: str, revision: str | None = None) -> Fingerprint:
+def fingerprint_model(name: str, revision: str | None = None) -> Fingerprint:
     """A model folder by its weights, their index, its configs and its own code; or a name on the
     hub.
 
@@ -164,23 +164,23 @@ def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def of_tokenizer(name: str, revision: str | None = None) -> Fingerprint:
+def fingerprint_tokenizer(name: str, revision: str | None = None) -> Fingerprint:
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
     return _fingerprint_pretrained(name, _TOKENIZER, revision)
 
 
-def of_config(name: str, revision: str | None = None) -> Fingerprint:
+def fingerprint_config(name: str, revision: str | None = None) -> Fingerprint:
     if is_dir(name):
-        return of_data(str(Path(name) / "config.json"))
-    return of_hub(name, revision)
+        return fingerprint_data(str(Path(name) / "config.json"))
+    return fingerprint_hub(name, revision)
 
 
 READERS: Mapping[str, Callable[[str, str | None], Fingerprint]] = {
-    "data": of_data,
-    "model": of_model,
-    "tokenizer": of_tokenizer,
-    "template": of_tokenizer,
-    "config": of_config,
+    "data": fingerprint_data,
+    "model": fingerprint_model,
+    "tokenizer": fingerprint_tokenizer,
+    "template": fingerprint_tokenizer,
+    "config": fingerprint_config,
 }
 """How what has a role is read, by its name and revision."""
 
@@ -193,11 +193,11 @@ def _fingerprint_pretrained(
         return _fingerprint_folder(name, path, _list_top_files(path, patterns))
     if is_file(path):
         return _fingerprint_single(name, path)
-    return of_hub(name, revision)
+    return fingerprint_hub(name, revision)
 
 
 def _fingerprint_single(name: str, path: Path) -> Fingerprint:
-    file = of_file(path)
+    file = fingerprint_file(path)
     return Fingerprint(name=name, kind="file", digest=file.digest, files=(file,))
 
 
@@ -217,7 +217,7 @@ def _fingerprint_folder(name: str, path: Path, files: Iterable[tuple[str, Path]]
     prints = []
     tree = "folder\n"
     for below, place in listed:
-        file = of_file(place, name=below)
+        file = fingerprint_file(place, name=below)
         prints.append(file)
         tree += f"{file.name}\0{file.digest}\n"
     return Fingerprint(name=name, kind="folder", digest=_hash_text(tree), files=tuple(prints))
@@ -267,11 +267,11 @@ def _report_missing(path: Path, error: OSError | ValueError) -> MissingContent:
     return MissingContent(launch_finding("error", code, message, help, file=str(path)))
 
 
-def of_hub(name: str, revision: str | None = None) -> Fingerprint:
+def fingerprint_hub(name: str, revision: str | None = None) -> Fingerprint:
     """A model on the hub by its commit in the hub's cache, else by name; no network."""
     commit = None
     if not is_path(name):
-        commit = model_config.commit(name, os.environ, revision)
+        commit = model_config.find_commit(name, os.environ, revision)
     if commit:
         digest = _hash_text(f"hub {name} {commit}")
         return Fingerprint(name=name, kind="hub", revision=commit, digest=digest)

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
+from launcher.errors import InvalidConfig, NotReady, launch_finding, shorten, usage
 from launcher.lazy_dataclass import dataclass
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly
@@ -109,11 +109,11 @@ def _summarise_counts(counts: Mapping[int, float], source: str, rows: int | None
     )
 
 
-def uniform(length: int, source: str, rows: int | None = None) -> Lengths:
+def make_uniform(length: int, source: str, rows: int | None = None) -> Lengths:
     return _summarise_counts({length: 1}, source, rows)
 
 
-def log_normal(mean: float, longest: int, source: str) -> Lengths:
+def make_log_normal(mean: float, longest: int, source: str) -> Lengths:
     """Rows of which mean and maximum alone are known."""
     # from longest/mean = exp(reach s - s^2/2)
     ratio = math.log(max(1.0, longest / mean))
@@ -122,7 +122,7 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
     if root > 0:
         spread = min(_WIDEST, _REACH - math.sqrt(root))
     if not spread:
-        return uniform(longest, source)
+        return make_uniform(longest, source)
     curve = NormalDist(math.log(mean) - spread * spread / 2, spread)
     counts: dict[int, float] = {}
     step = max(1, longest // _STEPS)
@@ -158,7 +158,7 @@ class MicroBatch:
         return self.rows * self.width
 
 
-def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> MicroBatch:
+def find_largest_batch(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> MicroBatch:
     """The largest micro-batch of `rows` sequences among `batches` of them (all ranks together)."""
     if packed:
         tokens = math.ceil(lengths.sum_of(rows, batches))
@@ -169,7 +169,7 @@ def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> Micro
     return MicroBatch(rows=rows, width=width, real=real)
 
 
-def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
+def find_typical_batch(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     """A micro-batch as it is on average: for tokens a step and time, not for memory."""
     real = math.ceil(rows * lengths.mean)
     if packed:
@@ -233,7 +233,7 @@ def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     return Packed(pairs=full_pairs / full_rows, real=full_tokens / full_rows, positions=2 * limit)
 
 
-def fuller(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
+def fill_rows(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
     """The least doubling of a batch that fills rows to 80 %, or fills them no further."""
     row = pack(rows, pairs=pairs, limit=limit)
     while row.filled < 0.8 and pairs < 4096:
@@ -255,12 +255,12 @@ def parse(text: str) -> Lengths:
         mean_tokens = 0.0
         longest_tokens = 0
     if not 1 <= mean_tokens <= longest_tokens:
-        message = f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX"
+        message = f"--row-tokens {shorten(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX"
         raise usage("row-tokens", message, "for example --row-tokens 290:1100")
-    return log_normal(mean_tokens, longest_tokens, f"--row-tokens {text}")
+    return make_log_normal(mean_tokens, longest_tokens, f"--row-tokens {text}")
 
 
-def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
+def measure_lengths(folder: Path, *, pairs: bool = False) -> Lengths:
     """Lengths of a tokenised dataset on disk (`save_to_disk`, or a folder of .arrow files).
 
     The files are mapped, and only the offsets of the list columns are read: no row is made into
@@ -286,7 +286,7 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
                     rows += chunk.num_rows
                     counts.update(_count_lengths(path, chunk, columns))
         except (OSError, arrow.ArrowException) as error:
-            message = f"{path} is not a readable arrow file: {brief(error)}"
+            message = f"{path} is not a readable arrow file: {shorten(error)}"
             raise _report_unread(message, "delete it, or give --row-tokens") from None
     if not counts:
         raise _report_unread(f"{folder} holds no rows")
@@ -299,7 +299,7 @@ def _count_lengths(path: Path, chunk: Any, columns: Sequence[str]) -> Counter[in
     names = chunk.schema.names
     missing = ", ".join(name for name in columns if name not in names)
     if missing:
-        present = brief(", ".join(names))
+        present = shorten(", ".join(names))
         raise _report_unread(f"{path} has no column {missing}: it has {present}")
     counts: Counter[int] = Counter()
     for name in columns:

@@ -21,13 +21,15 @@ def read_model_config(
     name: object, environ: Mapping[str, str], revision: str | None = None
 ) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
-    path = where(name, environ, revision)
+    path = find_config_file(name, environ, revision)
     if path is None:
         return {}
     return read_json(path)
 
 
-def where(name: object, environ: Mapping[str, str], revision: str | None = None) -> Path | None:
+def find_config_file(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> Path | None:
     """The file that holds it, readable or not; None where none is here."""
     if not isinstance(name, str) or not name:
         return None
@@ -38,13 +40,13 @@ def where(name: object, environ: Mapping[str, str], revision: str | None = None)
         return path
     if is_path(name):
         return None
-    folder = snapshot(name, environ, revision)
+    folder = find_snapshot(name, environ, revision)
     if folder is None or not is_file(folder / "config.json"):
         return None
     return folder / "config.json"
 
 
-def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
+def build_config(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
     """The config that the model is built by: `config_name` wins, and single keys may be replaced.
 
     Of a script that builds models of its own library `config_name` names one of that library's
@@ -56,10 +58,10 @@ def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
     config = read_model_config(name, environ, values.get("model_revision"))
     if not config:
         return {}
-    return {**config, **replaced(values.get("additional_model_arguments"))}
+    return {**config, **parse_replacements(values.get("additional_model_arguments"))}
 
 
-def replaced(arguments: Any) -> Mapping[str, Any]:
+def parse_replacements(arguments: Any) -> Mapping[str, Any]:
     """The keys of the config that a mapping, or its JSON text, replaces; none if unreadable."""
     if isinstance(arguments, str):
         try:
@@ -71,7 +73,7 @@ def replaced(arguments: Any) -> Mapping[str, Any]:
     return {}
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def take_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config that also describes an image encoder."""
     part = config.get("text_config")
     if isinstance(part, Mapping):
@@ -79,13 +81,13 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def weights_type(config: Mapping[str, Any]) -> str:
+def find_weights_type(config: Mapping[str, Any]) -> str:
     """The type of a model's weights, such as `bfloat16`; empty where its config names none.
 
     transformers 5 writes `dtype`, earlier ones `torch_dtype`; some only in the language model's
     part.
     """
-    for part in (config, text_part(config)):
+    for part in (config, take_text_part(config)):
         name = part.get("dtype") or part.get("torch_dtype")
         if name:
             return str(name).removeprefix("torch.")
@@ -102,13 +104,13 @@ def is_hub_name(name: str) -> bool:
     return len(name) <= _LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
 
 
-def here(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Whether anything of that name is here, as transformers looks: from the working directory."""
     return exists(Path(name))
 
 
-def cached(name: str, environ: Mapping[str, str]) -> bool:
-    return exists(repository(name, environ) / "snapshots")
+def is_cached(name: str, environ: Mapping[str, str]) -> bool:
+    return exists(find_repository(name, environ) / "snapshots")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,15 +119,15 @@ def _join_path(*parts: str) -> Path:
     return Path(*parts)
 
 
-def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
-    return _join_path(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
+def find_repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
+    return _join_path(str(find_hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
 
 
-def commit(
+def find_commit(
     name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
 ) -> str | None:
     """The commit that the hub's cache holds for a name and revision; None where it holds none."""
-    cache = str(repository(name, environ, kind))
+    cache = str(find_repository(name, environ, kind))
     branch = revision or "main"
     if ".." in branch:
         return None
@@ -141,32 +143,32 @@ def commit(
     return None
 
 
-def snapshot(
+def find_snapshot(
     name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
 ) -> Path | None:
     """The folder of that commit, if one is known; it may be missing or incomplete."""
-    folder = commit(name, environ, revision, kind)
+    folder = find_commit(name, environ, revision, kind)
     if folder is None:
         return None
-    return _join_path(str(repository(name, environ, kind)), "snapshots", folder)
+    return _join_path(str(find_repository(name, environ, kind)), "snapshots", folder)
 
 
-def hub_cache(environ: Mapping[str, str]) -> Path:
+def find_hub_cache(environ: Mapping[str, str]) -> Path:
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
-    return _join_path(cache or str(hub_home(environ) / "hub"))
+    return _join_path(cache or str(find_hub_home(environ) / "hub"))
 
 
-def hub_home(environ: Mapping[str, str]) -> Path:
+def find_hub_home(environ: Mapping[str, str]) -> Path:
     """huggingface_hub's own folder: its cache, and the token of who is logged in."""
-    base = environ.get("XDG_CACHE_HOME") or str(home(environ) / ".cache")
+    base = environ.get("XDG_CACHE_HOME") or str(find_home(environ) / ".cache")
     return _join_path(environ.get("HF_HOME") or f"{base}/huggingface")
 
 
-def offline(environ: Mapping[str, str]) -> bool:
-    return offline_by(environ) is not None
+def is_offline(environ: Mapping[str, str]) -> bool:
+    return find_offline_variable(environ) is not None
 
 
-def offline_by(environ: Mapping[str, str]) -> str | None:
+def find_offline_variable(environ: Mapping[str, str]) -> str | None:
     """The variable that keeps the hub off: the first that holds anything
     (huggingface_hub/constants.py::[HF_HUB_OFFLINE]).
     """
@@ -180,6 +182,6 @@ def offline_by(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def home(environ: Mapping[str, str]) -> Path:
+def find_home(environ: Mapping[str, str]) -> Path:
     """The user's home as the environment names it; a folder that is not there where it does not."""
     return Path(environ.get("HOME") or "/nonexistent")

@@ -45,7 +45,7 @@ def _holds_model(folder: Path) -> bool:
     return any(not path.name.startswith("adapter_") for path in _list_weights(folder))
 
 
-def adapter_base(folder: Path) -> str | None:
+def find_adapter_base(folder: Path) -> str | None:
     """The model that an adapter was made for, as its config names it."""
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
     if isinstance(base, str) and base:
@@ -57,7 +57,7 @@ def has_tokenizer(folder: Path) -> bool:
     return bool(_list_tokenizers(folder))
 
 
-def config_fault(folder: Path) -> str | None:
+def find_config_fault(folder: Path) -> str | None:
     """What is wrong with the config of a model
     (transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model])
     """
@@ -71,7 +71,7 @@ def config_fault(folder: Path) -> str | None:
     return f"its {_CONFIG} names no `model_type`"
 
 
-def tokenizer_fault(folder: Path) -> str | None:
+def find_tokenizer_fault(folder: Path) -> str | None:
     """What is wrong with a tokenizer; without a vocabulary transformers makes one that knows no
     word.
     """
@@ -95,23 +95,23 @@ def tokenizer_fault(folder: Path) -> str | None:
     return None
 
 
-def weights_fault(folder: Path) -> str | None:
+def find_weights_fault(folder: Path) -> str | None:
     """What is wrong with the weights: the first of four names decides
     (transformers/modeling_utils.py::_get_resolved_checkpoint_files[elif use_safetensors is not #1])
     """
-    path = first(folder)
+    path = find_first_weights(folder)
     if path is None:
         others = sorted(path.name for path in _list_weights(folder))
         if not others:
             return NO_WEIGHTS
         return f"{NO_WEIGHTS} under a name that is looked for, only {', '.join(others[:3])}"
     if not path.name.endswith(".json"):
-        return file_fault(path)
+        return find_file_fault(path)
     shards = _list_shards(path)
     # transformers/utils/hub.py::get_checkpoint_shard_files[sharded_metadata = index]
     if not shards or "metadata" not in _read_json(path):
         return _explain_unread(path)
-    faults = [fault for fault in map(file_fault, shards) if fault is not None]
+    faults = [fault for fault in map(find_file_fault, shards) if fault is not None]
     if not faults:
         return None
     if len(faults) > 1:
@@ -119,7 +119,7 @@ def weights_fault(folder: Path) -> str | None:
     return faults[0]
 
 
-def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
+def read_sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     """The size of each weight that is loaded, under its name in the files; None where no header
     tells.
     """
@@ -135,7 +135,7 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
 
 def _list_safetensors(folder: Path) -> list[Path]:
     """The safetensors files that are loaded."""
-    path = first(folder)
+    path = find_first_weights(folder)
     if path is None or path.name.startswith("pytorch_model"):
         return []
     if path.name.endswith(".json"):
@@ -146,7 +146,7 @@ def _list_safetensors(folder: Path) -> list[Path]:
 _FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def number_format(folder: Path) -> str:
+def read_number_format(folder: Path) -> str:
     """The format of the first weight in the files, such as `bfloat16`; empty if unknown."""
     try:
         for tensor in _read_header(_list_safetensors(folder)[0]).tensors.values():
@@ -157,13 +157,13 @@ def number_format(folder: Path) -> str:
     return ""
 
 
-def file_fault(path: Path) -> str | None:
+def find_file_fault(path: Path) -> str | None:
     """What is wrong with one file of weights; None where it ends where it says that it does."""
     if is_pointer(path):
         return f"{path.name} is a git-lfs pointer, not the file"
     if path.suffix == ".safetensors":
         return _find_tensors_fault(path)
-    return archive_fault(path)
+    return find_archive_fault(path)
 
 
 _UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
@@ -181,10 +181,10 @@ def _read_header(path: Path) -> _Header:
     """Raises _UNREADABLE."""
     with open_regular(path, 0) as file:
         size = os.fstat(file.fileno()).st_size
-        return _Header(size, *digest.header(file.fileno(), size))
+        return _Header(size, *digest.read_header(file.fileno(), size))
 
 
-def blank(path: Path) -> bool:
+def is_blank(path: Path) -> bool:
     """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each
     tell.
     """
@@ -194,7 +194,7 @@ def blank(path: Path) -> bool:
         if not formats or not all("F" in name for name in formats):
             return False
         with open_regular(path, 0) as file:
-            regions = digest.sampled_regions(file.fileno(), header.size) or []
+            regions = digest.choose_regions(file.fileno(), header.size) or []
             for offset, length in regions[1:]:
                 if os.pread(file.fileno(), length, offset).strip(b"\0"):
                     return False
@@ -232,7 +232,7 @@ def _find_tensors_fault(path: Path) -> str | None:
     return None
 
 
-def archive_fault(path: Path) -> str | None:
+def find_archive_fault(path: Path) -> str | None:
     """Whether a file of torch's is whole: its zip directory stands at its end and fits what is
     before.
 
@@ -262,7 +262,7 @@ def _explain_unreadable(path: Path, error: OSError) -> str:
     return f"{path.name} cannot be read: {error.strerror}"
 
 
-def first(folder: Path) -> Path | None:
+def find_first_weights(folder: Path) -> Path | None:
     """The file that transformers loads, or its index."""
     for name in _LOADED:
         if is_file(folder / name):

@@ -16,7 +16,7 @@ from launcher import files
 from launcher.cache import folders
 from launcher.cache.folders import CacheRecord, CacheUse
 from launcher.cache.keys import Input
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.runs import events, rundir
@@ -65,10 +65,10 @@ class Reason:
         return [f"{self.kind} cache: {self.text}", *differences]
 
 
-def why(run: RunFolder) -> list[Reason]:
+def explain_caches(run: RunFolder) -> list[Reason]:
     """The reasons for every cache of a run's newest attempt; empty if no folder of it is here."""
     uses: list[CacheUse] = []
-    for folder in folders.known():
+    for folder in folders.list_folders():
         uses += folder.uses()
     uses.sort(key=lambda use: use.time)
     path = str(run.path.absolute())
@@ -226,8 +226,8 @@ def _describe_change(before: Any, now: Any) -> str:
 
 def _shorten(value: Any) -> str:
     if isinstance(value, str):
-        return brief(value)
-    return brief(json.dumps(value, default=str))
+        return shorten(value)
+    return shorten(json.dumps(value, default=str))
 
 
 def _compare_neighbours(event: _CacheEvent, use: CacheUse) -> list[KeyDifference]:
@@ -238,7 +238,7 @@ def _compare_neighbours(event: _CacheEvent, use: CacheUse) -> list[KeyDifference
     if folder != Path(use.cache.path) or not now:
         return []
     compared = []
-    for name in files.names(folder):
+    for name in files.list_names(folder):
         if name == entry.name:
             continue
         before = _read_upstream_facts(folder / name)

@@ -36,12 +36,12 @@ class EntryKey:
     data: Sequence[Mapping[str, Any]]
 
 
-def hit(folder: Path, plan: Plan) -> Path | None:
+def find_entry(folder: Path, plan: Plan) -> Path | None:
     """The complete entry that a run would take; None if there is none."""
-    cache = folders.opened(folder)
+    cache = folders.open_folder(folder)
     if cache is None:
         return None
-    expected = key(plan)
+    expected = compute_key(plan)
     for name in cache.entries():
         if _matches(rundir.read_json(folder / name / "config.json"), expected):
             return folder / name
@@ -66,7 +66,7 @@ def _matches(config: Mapping[str, object], expected: EntryKey) -> bool:
     return True
 
 
-def key(plan: Plan) -> EntryKey:
+def compute_key(plan: Plan) -> EntryKey:
     """What upstream's key would be made of now."""
     tokenizer = _describe_tokenizer(plan.values)
     data = list(_describe_data(plan))
@@ -125,7 +125,7 @@ def _find_commit(name: str) -> str | None:
     """The commit of a data set on the hub; upstream knows it if its README.md is in the cache."""
     if exists(name) or model_config.is_path(name):
         return None
-    snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
+    snapshot = model_config.find_snapshot(name, os.environ, _REVISION, "datasets")
     if snapshot is None or not is_file(snapshot / "README.md"):
         return None
     # the folder is named by the commit
@@ -135,7 +135,7 @@ def _find_commit(name: str) -> str | None:
 def _hash_file(name: str, revision: str | None, file: str) -> str:
     folder: Path | None = Path(name)
     if not is_dir(name):
-        folder = model_config.snapshot(name, os.environ, revision)
+        folder = model_config.find_snapshot(name, os.environ, revision)
     if folder is None or not is_file(folder / file):
         return f"{file} not found"
     return hashlib.sha256((folder / file).read_bytes()).hexdigest()

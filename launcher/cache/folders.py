@@ -28,7 +28,7 @@ from launcher.errors import not_ready, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks, process, sizes
 from launcher.machine.codec import Between, Misfit, Positive
-from launcher.machine.sizes import sized
+from launcher.machine.sizes import format_size
 from launcher.redaction import Redactor
 from launcher.runs import rundir, runner
 from launcher.runs.record import as_mapping
@@ -122,12 +122,12 @@ class CacheFolder:
 
     def live(self) -> bool:
         # one look at all processes, however many runs have used it
-        marks = lru_cache(maxsize=1)(process.live_marks)
+        marks = lru_cache(maxsize=1)(process.find_live_marks)
         runs = {use.run for use in self.uses()}
         return any(runner.is_alive(Path(run), marks) for run in runs)
 
     def size(self) -> int:
-        return sizes.size_below(self.path)
+        return sizes.measure_size(self.path)
 
     def row(self) -> dict[str, Any]:
         """One folder for `launch cache list`; sizes in bytes, ages in seconds."""
@@ -160,10 +160,10 @@ def list_entries(folder: Path, kind: str) -> list[str]:
     return sorted(path.name for path in _list_paths(folder) if _is_complete_entry(path, kind))
 
 
-def shown(row: Mapping[str, Any]) -> dict[str, str]:
+def describe_row(row: Mapping[str, Any]) -> dict[str, str]:
     """A row of `launch cache list` for people."""
     texts = {name: str(value) for name, value in row.items()}
-    texts["size"] = sized(row["size"])
+    texts["size"] = format_size(row["size"])
     for name in ("age", "last used"):
         texts[name] = format_age(row[name])
     texts["of"] = ", ".join(row["of"]) or "-"
@@ -186,7 +186,7 @@ def lock(
     upstream would take a half-written set for a finished one and crash. Raises NotReady if a folder
     cannot be written.
     """
-    redactor = redactor or redaction.of_process()
+    redactor = redactor or redaction.find_process_secrets()
     with contextlib.ExitStack() as stack:
         descriptors: list[int] = []
         for cache in caches:
@@ -211,7 +211,7 @@ def _hold_folder(cache: Cache) -> int | None:
         cache.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if locks.try_lock(lock):
-            folder = opened(cache.path)
+            folder = open_folder(cache.path)
             # workers may outlive the process that holds the lock
             if folder is None or not folder.live():
                 _discard_unfinished(cache)
@@ -229,8 +229,8 @@ def _record_use(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) 
     described = redactor.redact(cache.as_json())
     uses = cache.path / USES
     uses.mkdir(exist_ok=True)
-    if opened(cache.path) is None:
-        record = {"launch_cache": RECORD_VERSION, "created": rundir.utc_now(), **described}
+    if open_folder(cache.path) is None:
+        record = {"launch_cache": RECORD_VERSION, "created": rundir.format_utc_now(), **described}
         files.write_json(cache.path / RECORD, record)
     path = str(run.path.absolute())
     use = {"run": path, "time": time.time(), "attempt": attempt, "cache": described}
@@ -268,7 +268,7 @@ def discard_spoiled(cache: Cache) -> list[Path] | None:
     to.
     """
     # a record may name any folder: only one that says itself that it is this cache is touched
-    folder = opened(cache.path)
+    folder = open_folder(cache.path)
     if folder is None or folder.record.digest != cache.digest:
         return None
     begun = cache.read - _TICK
@@ -319,17 +319,17 @@ def is_complete(path: Path) -> bool:
     return all((path / name).is_file() for name in _DATASET_FILES)
 
 
-def known() -> list[CacheFolder]:
+def list_folders() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own place, those used last at the end."""
     listed: dict[Path, CacheFolder] = {}
-    for path in (*rundir.registered("caches"), *_list_paths(cache_home())):
-        folder = opened(path)
+    for path in (*rundir.list_registered("caches"), *_list_paths(cache_home())):
+        folder = open_folder(path)
         if folder is not None:
             listed[folder.path] = folder
     return sorted(listed.values(), key=lambda folder: (folder.used(), folder.path))
 
 
-def opened(path: Path) -> CacheFolder | None:
+def open_folder(path: Path) -> CacheFolder | None:
     """A folder of launch's; None for whatever lacks the record of its own name."""
     record = codec.read_record(CacheRecord, rundir.read_json(path / RECORD))
     if not record.is_valid() or path.is_symlink():
@@ -341,7 +341,7 @@ def opened(path: Path) -> CacheFolder | None:
 
 
 def _list_paths(folder: Path) -> list[Path]:
-    return [folder / name for name in files.names(folder)]
+    return [folder / name for name in files.list_names(folder)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,11 +355,11 @@ class Cleared:
     reason: str | None = None
 
     def line(self) -> str:
-        line = f"{self.state} {self.folder} ({sized(self.size)})"
+        line = f"{self.state} {self.folder} ({format_size(self.size)})"
         return f"{line}: {self.reason}" if self.reason else line
 
 
-def age(text: str) -> float:
+def parse_age(text: str) -> float:
     """Seconds of `30d`, `12h`, `90m`, `2w`; raises UsageError for anything else."""
     match = _AGE.match(text.strip())
     if match is None:
@@ -400,7 +400,7 @@ def clear(
 
 def _remove_folder(folder: CacheFolder, dry_run: bool) -> str | None:
     """Why a folder was not removed; None if it was, or in a dry run would be."""
-    if opened(folder.path) is None:
+    if open_folder(folder.path) is None:
         return "it holds no record of launch's"
     lock = None
     try:

@@ -118,7 +118,7 @@ class _Snapshot:
     files: frozenset[Path] = frozenset()
 
 
-def required_parts(plan: Plan) -> tuple[Part, ...]:
+def list_required_parts(plan: Plan) -> tuple[Part, ...]:
     """What the run reads, each once, whichever argument names it first."""
     parts: dict[Part, Part] = {}
     for part in _list_required_parts(plan):
@@ -155,7 +155,7 @@ def _list_tokenizer_parts(plan: Plan) -> Iterator[Part]:
 def _list_data_parts(plan: Plan) -> Iterator[Part]:
     values = plan.values
     key = plan.stage.entry.names.data
-    mixed = mixture.of_values(values, os.environ)
+    mixed = mixture.read_mixture(values, os.environ)
     if mixed is not None:
         # a stream is read while it is trained on
         if values.get("streaming") is not True:
@@ -241,7 +241,7 @@ def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> _HubA
         arguments["ignore_patterns"] = _OTHERS
     call = json.dumps([module, function, arguments])
     argv = [str(trainer.python), "-c", _CALL, call]
-    env = isolation.isolated(environ)
+    env = isolation.isolate(environ)
     ended = subprocess.run(argv, stdout=subprocess.PIPE, env=env, check=False)
     _, _, last_line = ended.stdout.strip().rpartition(b"\n")
     answer = parse_line(last_line)
@@ -254,37 +254,37 @@ def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> _HubA
 def _check_part(part: Part) -> Part:
     """Fill in the size of what a run reads, and whether it is complete on this disk."""
     place = part.place or Path(part.name)
-    size = sizes.size_below(place, links=True)
+    size = sizes.measure_size(place, links=True)
     part = replace(part, place=place, size=size)
     if part.role in ("card", "data"):
         return replace(part, state="there" if exists(place) else "missing")
-    error = part.error or lacking(place, part.role)
+    error = part.error or find_load_fault(place, part.role)
     if error:
         return replace(part, state="missing", error=error)
     return replace(part, state=part.state or "there", error=None)
 
 
-def lacking(folder: Path, role: Role) -> str | None:
+def find_load_fault(folder: Path, role: Role) -> str | None:
     """What a model's or a tokenizer's folder lacks to be loaded; None if it is complete."""
     if not is_dir(folder):
         return f"there is no folder {folder}"
     if role == "tokenizer":
-        fault = model_files.tokenizer_fault(folder)
+        fault = model_files.find_tokenizer_fault(folder)
     else:
-        fault = model_files.config_fault(folder) or model_files.weights_fault(folder)
+        fault = model_files.find_config_fault(folder) or model_files.find_weights_fault(folder)
     return None if fault is None else f"{folder}: {fault}"
 
 
 def _find_snapshot(part: Part) -> _Snapshot:
     kind = "datasets" if part.role in ("card", "data") else "models"
-    folder = model_config.snapshot(part.name, os.environ, part.revision, kind)
+    folder = model_config.find_snapshot(part.name, os.environ, part.revision, kind)
     if folder is None:
         return _Snapshot()
     files = frozenset(path for path in folder.rglob("*") if is_file(path))
     return _Snapshot(folder.name, files)
 
 
-def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
+def check_parts(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
     for part in parts:
         if part.state != "missing" or part.role == "card":
             continue

@@ -61,7 +61,7 @@ class FileChange:
     after: str | None
 
 
-def of_plan(plan: Plan) -> list[dict[str, Any]]:
+def record_inputs(plan: Plan) -> list[dict[str, Any]]:
     """What a later attempt must find unchanged: for the manifest (`contents`).
 
     Raises MissingContent if something local cannot be read.
@@ -71,7 +71,7 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _read_data(plan: Plan) -> Iterator[ContentRecord]:
-    for name in data_names(plan):
+    for name in list_data_names(plan):
         if exists(Path(name)):
             yield _read_content("data", name, None)
         else:
@@ -107,9 +107,9 @@ def code_digest(stage: Stage, label: str) -> str | None:
     return facts.digest(stage.upstream.packages, label) or stage.schema.digests.get(label)
 
 
-def data_names(plan: Plan) -> list[str]:
+def list_data_names(plan: Plan) -> list[str]:
     """The files, folders and names of the hub that a stage reads its data from."""
-    mixed = mixture.of_values(plan.values, os.environ)
+    mixed = mixture.read_mixture(plan.values, os.environ)
     if mixed is not None:
         return mixed.names()
     data = plan.values.get(plan.stage.entry.names.data)
@@ -134,12 +134,12 @@ def _read_content(role: str, name: str, revision: str | None) -> ContentRecord:
     return ContentRecord(role=role, name=content.name, digest=content.digest, files=files)
 
 
-def digests(listed: object, role: str) -> list[str | None]:
+def list_digests(listed: object, role: str) -> list[str | None]:
     """The digests of one role; none if `listed` is no list of contents."""
     return [record.digest for record in _parse_records(listed) if record.role == role]
 
 
-def names(listed: Contents, role: str) -> str:
+def join_names(listed: Contents, role: str) -> str:
     return ", ".join(record.name for record in _parse_records(listed) if record.role == role)
 
 
@@ -148,8 +148,8 @@ def _parse_records(listed: object) -> list[ContentRecord]:
     return records
 
 
-def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
-    """The files that are not as `of_plan` read them, each a `FileChange` as JSON.
+def find_changes(listed: object, cwd: Path) -> list[dict[str, Any]]:
+    """The files that are not as `record_inputs` read them, each a `FileChange` as JSON.
 
     Relative names start at `cwd`.
     """

@@ -140,7 +140,7 @@ class Cache:
         return {**asdict(self), "path": str(self.path)}
 
 
-def from_json(data: Mapping[str, Any]) -> Cache:
+def parse_cache(data: Mapping[str, Any]) -> Cache:
     """What `as_json` wrote. Raises Misfit if it is damaged."""
     left_out: list[Omission] = []
     cache = codec.read_record(Cache, data, left_out)
@@ -161,7 +161,7 @@ def derive(plan: Plan, packages: Mapping[str, str], *, lenient: bool = False) ->
     return tuple(_find_trl_caches(sources))
 
 
-def derived(caches: Iterable[Cache]) -> dict[str, Derived]:
+def derive_arguments(caches: Iterable[Cache]) -> dict[str, Derived]:
     """The arguments that hand these folders over."""
     arguments = {}
     for cache in caches:
@@ -170,7 +170,7 @@ def derived(caches: Iterable[Cache]) -> dict[str, Derived]:
     return arguments
 
 
-def environment(caches: Sequence[Cache]) -> dict[str, str]:
+def derive_environment(caches: Sequence[Cache]) -> dict[str, str]:
     return {name: value for cache in caches for name, value in cache.env.items()}
 
 
@@ -286,7 +286,7 @@ def _find_open_instruct_caches(sources: _Sources) -> Iterator[Cache]:
 def _read_tokenising_inputs(sources: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
     read: list[Input] = []
-    for name in inputs.data_names(sources.plan):
+    for name in inputs.list_data_names(sources.plan):
         # dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]: any other name goes to
         # `load_dataset`, which prefers a folder here
         if name.endswith((".jsonl", ".parquet")) or exists(name):
@@ -320,7 +320,7 @@ def _find_trl_caches(sources: _Sources) -> Iterator[Cache]:
     need a folder of their own only beside local ones, or for a precomputed reference.
     """
     values = sources.plan.values
-    names = inputs.data_names(sources.plan)
+    names = inputs.list_data_names(sources.plan)
     if values.get("datasets"):
         local = [name for name in names if exists(Path(name))]
         streams = values.get("streaming")
@@ -357,7 +357,7 @@ def _read_trl_inputs(sources: _Sources, local: Sequence[str], hub: Sequence[str]
     return read
 
 
-def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
+def check_caches(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
     """What the folders of a run that is about to start cannot prevent."""
     for cache in caches:
         if cache.kind != "reference":

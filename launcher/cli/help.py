@@ -159,7 +159,7 @@ def _list_keys(command: str) -> set[str]:
     names = set(keys.KEYS)
     for backend in BACKENDS:
         for stage in stages:
-            for field in locate.snapshot(backend)["stages"][stage]:
+            for field in locate.load_snapshot(backend)["stages"][stage]:
                 names.add(field.partition(".")[2])
     return names
 

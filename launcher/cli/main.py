@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import typer
 
 from launcher import __version__
-from launcher.cli.commands import app_for
+from launcher.cli.commands import build_app
 from launcher.cli.help import suggest_overrides
 from launcher.cli.options import Findings, answer, app
 from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
 from launcher.machine import extensions, process, tools
-from launcher.printable import folded, printable
+from launcher.printable import indent_lines, make_printable
 from launcher.redaction import Redactor, redact
 
 # what typer raises for a command line that it cannot parse: only a subclass has a public name
@@ -174,7 +174,7 @@ def _run_command(arguments: list[str]) -> None:
     # empty if a shell completes a line
     name = arguments[0] if arguments else ""
     try:
-        code = app_for(name)(args=arguments, prog_name="launch", standalone_mode=False)
+        code = build_app(name)(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
         _refuse_command_line(error, arguments)
     sys.exit(code)
@@ -189,9 +189,9 @@ def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
         words = suggest_overrides(arguments, error.ctx.command)
         if words:
             message = error.message
-            help = f"write {redact(folded(' '.join(words)))}"
+            help = f"write {redact(indent_lines(' '.join(words)))}"
     # typer repeats the word that it does not understand, and that may be a token
-    message = redact(folded(message))
+    message = redact(indent_lines(message))
     if _find_format(arguments) == "json":
         raise usage("bad-command-line", message, help or f"{where} -h") from None
     if help is not None:
@@ -242,7 +242,7 @@ def _report_bug(error: Exception, arguments: list[str]) -> int:
 
     # the stage file may have borrowed any variable
     redactor = Redactor.of(os.environ, os.environ)
-    folder = rundir.state_folder()
+    folder = rundir.find_state_folder()
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     text = "".join(traceback.format_exception(error))
     path = folder / f"bug-{now}.txt"
@@ -254,8 +254,8 @@ def _report_bug(error: Exception, arguments: list[str]) -> int:
         # the name of a file need not be UTF-8
         path.write_text(redactor.redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:
-        typer.echo(_escape_unencodable(redactor.redact(printable(text))), err=True)
-    summary = redactor.redact(folded(f"{type(error).__name__}: {error}"))
+        typer.echo(_escape_unencodable(redactor.redact(make_printable(text))), err=True)
+    summary = redactor.redact(indent_lines(f"{type(error).__name__}: {error}"))
     typer.echo(_escape_unencodable(f"bug in launch: {summary}  (traceback in {path})"), err=True)
     return Exit.BUG
 

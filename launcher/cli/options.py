@@ -77,7 +77,7 @@ def run_names(incomplete: str) -> list[str]:
     from launcher.runs import rundir
 
     names = ["last"]
-    for run in reversed(rundir.known_runs()):
+    for run in reversed(rundir.list_known_runs()):
         names.append(run.path.name)
     return [name for name in names if name.startswith(incomplete)]
 
@@ -308,7 +308,7 @@ _TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]
 
 
-def takes(*names: str) -> Callable[[Command], Command]:
+def with_options(*names: str) -> Callable[[Command], Command]:
     """Give a command these options of `Shared`, or groups of them, as its first argument."""
     words = " ".join(GROUPS.get(name, name) for name in names).split()
     shared: list[inspect.Parameter] = []
@@ -368,7 +368,7 @@ def require_run(name: str, kind: str = "run") -> RunFolder:
 
     folder = rundir.find_run(name)
     if folder is None:
-        members = rundir.campaign_runs(Path(name))
+        members = rundir.list_campaign_runs(Path(name))
         if members:
             console.say_aside(f"the last run of {name}: {members[-1].path.name}")
             return members[-1]
@@ -462,13 +462,13 @@ def _report_silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
     from launcher.machine import tools
 
     said = " ".join(finding.message for finding in findings)
-    for sentence in tools.silent():
+    for sentence in tools.describe_silences():
         if sentence not in said:
             help = f"this command went on without it; {tools.VARIABLE}=30 waits longer"
             yield launch_finding("warning", "tool-hangs", sentence, help)
 
 
-def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
+def start_several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
     """Decorate a command that starts several runs: check its options, call --on-finish."""
 
     @functools.wraps(command)

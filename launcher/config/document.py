@@ -20,7 +20,7 @@ from launcher import files
 from launcher.errors import Finding, InvalidConfig, launch_finding
 from launcher.files import open_regular
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import canonical, is_dir
+from launcher.paths import is_dir, resolve_path
 
 SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
@@ -95,7 +95,7 @@ def read_yaml(path: Path) -> Document:
     Raises InvalidConfig: missing, a directory, empty, binary, not UTF-8, broken, not a mapping.
     """
     text = read_text(path)
-    is_yaml = canonical(path).suffix in SUFFIXES
+    is_yaml = resolve_path(path).suffix in SUFFIXES
     try:
         document = parse(path, text)
     except InvalidConfig as error:
@@ -108,7 +108,7 @@ def read_yaml(path: Path) -> Document:
         findings = document.faults
     if path.suffix in SCRIPTS:
         help = f"launch init --from {path} makes a stage file of it"
-        raise refused(path, "foreign-file", "this is a script, not a stage file", 1, help)
+        raise refuse_file(path, "foreign-file", "this is a script, not a stage file", 1, help)
     # a link, or a word on a command line, may name any file: what it holds is not shown
     message = "not a stage file, and its name does not end in .yaml or .yml"
     shown = []
@@ -131,13 +131,13 @@ def parse(path: Path, text: str) -> Document:
         fault = _report_broken(path, text, error)
         raise InvalidConfig([*builder.findings, fault]) from None
     if value is None:
-        raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
+        raise refuse_file(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
         what = "one value"
         if isinstance(value, list):
             what = "a list"
         message = f"the file is {what}, not a mapping of keys to values"
-        raise refused(path, "not-a-mapping", message, 1, _FORM)
+        raise refuse_file(path, "not-a-mapping", message, 1, _FORM)
     kept = _find_kept_keys(path, text)
     return Document(value, builder.origins, tuple(builder.findings), tuple(kept))
 
@@ -177,7 +177,7 @@ def _suggest_path(path: Path) -> str | None:
     """Advice about a file that is not there: names like it in the same folder."""
     if "=" in path.name:
         return "the stage file comes first: FILE KEY=VALUE"
-    names = [name for name in files.names(path.parent) if Path(name).suffix in SUFFIXES]
+    names = [name for name in files.list_names(path.parent) if Path(name).suffix in SUFFIXES]
     near = difflib.get_close_matches(path.name, names, n=3)
     if near:
         paths = [str(path.parent / name) for name in near]
@@ -190,28 +190,28 @@ def _suggest_path(path: Path) -> str | None:
 def read_text(path: Path) -> str:
     try:
         if is_dir(path):
-            raise refused(path, "not-a-file", "this is a directory", help="name a file in it")
+            raise refuse_file(path, "not-a-file", "this is a directory", help="name a file in it")
         with open_regular(path) as stream:
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         message = "there is no such file"
-        raise refused(path, "missing-file", message, help=_suggest_path(path)) from None
+        raise refuse_file(path, "missing-file", message, help=_suggest_path(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
+        raise refuse_file(path, "unreadable-file", f"cannot be read: {reason}") from None
     if len(content) > MAX_BYTES:
-        raise refused(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB")
+        raise refuse_file(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         message = f"not UTF-8: byte 0x{content[error.start]:02x}"
-        raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
+        raise refuse_file(path, "not-utf8", message, line, "save it as UTF-8") from None
     before, nul, _ = text.partition("\0")
     if nul:
         line = before.count("\n") + 1
         help = "name a YAML file: a stage file, or a pipeline"
-        raise refused(path, "binary-file", "a binary file, not YAML", line, help)
+        raise refuse_file(path, "binary-file", "a binary file, not YAML", line, help)
     return text
 
 
@@ -241,14 +241,14 @@ def bad(
     return launch_finding("error", code, message, help, file=str(path), line=line)
 
 
-def refused(
+def refuse_file(
     path: Path, code: str, message: str, line: int | None = None, help: str | None = None
 ) -> InvalidConfig:
     """What to raise for an error after which nothing more can be said of a file."""
     return InvalidConfig(bad(path, code, message, line, help))
 
 
-def misplaced(
+def report_misplaced(
     path: Path,
     origins: Mapping[str, Origin],
     key: str,
@@ -256,7 +256,7 @@ def misplaced(
     message: str,
     help: str | None = None,
 ) -> Finding:
-    place = place_of(path, origins, key).place
+    place = find_place(path, origins, key).place
     return launch_finding("error", code, message, help, key=key, **place)
 
 
@@ -408,7 +408,7 @@ class Builder:
             self._stop("bad-character", message, line)
         if tag in _TEXTS or (tag is None and not event.implicit[0]):
             return event.value
-        return plain(event.value)
+        return parse_scalar(event.value)
 
     def _stop_at_tag(self, tag: str, line: int) -> NoReturn:
         shown = tag.replace(_TAG, "!!")
@@ -428,7 +428,7 @@ def _find_line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
 
-def plain(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """What an unquoted YAML scalar means: null, a bool, an int, a float or the text itself.
 
     Dates, octals and sexagesimals stay text: upstream's parser is the one to judge them.
@@ -456,25 +456,25 @@ def join(path: str, step: str | int) -> str:
 Steps = tuple[str | int, ...]
 
 
-def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
+def walk_leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
     """What is neither a mapping nor a list in a tree of them, with the steps that lead to each."""
     if isinstance(value, dict):
         for key, below in value.items():
-            yield from leaves(below, (*steps, key))
+            yield from walk_leaves(below, (*steps, key))
     elif isinstance(value, list):
         for index, below in enumerate(value):
-            yield from leaves(below, (*steps, index))
+            yield from walk_leaves(below, (*steps, index))
     else:
         yield steps, value
 
 
-def nearest(origins: Mapping[str, Origin], key: str) -> Origin | None:
+def find_nearest_origin(origins: Mapping[str, Origin], key: str) -> Origin | None:
     """The place of `key`, or of the nearest key that encloses it."""
     while key and key not in origins:
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return origins.get(key)
 
 
-def place_of(path: Path, origins: Mapping[str, Origin], key: str) -> Origin:
+def find_place(path: Path, origins: Mapping[str, Origin], key: str) -> Origin:
     """The same, or the start of the file."""
-    return nearest(origins, key) or Origin(str(path), 1)
+    return find_nearest_origin(origins, key) or Origin(str(path), 1)

@@ -2,12 +2,12 @@
 
 import re
 
-from launcher.errors import brief, usage
+from launcher.errors import shorten, usage
 
 _LONGEST_S = 366 * 24 * 3600.0
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     total = 0.0
@@ -16,7 +16,7 @@ def seconds(text: str) -> float:
         total = hours * 3600 + minutes * 60 + seconds
     # timers take no more than the platform's
     if not 0 < total <= _LONGEST_S:
-        raise usage("bad-time", f"`{brief(text)}` is not a duration", "such as 90s, 10m or 1h30m")
+        raise usage("bad-time", f"`{shorten(text)}` is not a duration", "such as 90s, 10m or 1h30m")
     return total
 
 

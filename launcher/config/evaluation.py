@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Any
 
 from launcher.config import durations, keys
-from launcher.errors import UsageError, brief
+from launcher.errors import UsageError, shorten
 from launcher.lazy_dataclass import dataclass
 
 KEYS = ("command", "metrics", "expect", "timeout")
@@ -95,12 +95,12 @@ def read_evaluation_key(where: str, entry: Any, complain: Complain) -> Evaluatio
     if not isinstance(entry, dict):
         help = 'eval: {command: [lm_eval, --model_args, "pretrained={model}"], '
         help += 'metrics: "**/results_*.json"}'
-        complain(where, f"`eval` is a mapping, not `{brief(entry)}`", help)
+        complain(where, f"`eval` is a mapping, not `{shorten(entry)}`", help)
         return None
     for key in entry:
         if key not in KEYS:
-            message = f"`{brief(key)}` is not a key of an evaluation"
-            complain(f"{where}.{key}", message, keys.nearest(str(key), KEYS))
+            message = f"`{shorten(key)}` is not a key of an evaluation"
+            complain(f"{where}.{key}", message, keys.suggest_name(str(key), KEYS))
     command = _read_command(f"{where}.command", entry.get("command"), complain)
     metrics = _read_metrics(f"{where}.metrics", entry.get("metrics"), complain)
     expect = _read_gates(f"{where}.expect", entry.get("expect"), complain)
@@ -127,7 +127,7 @@ def _read_command(where: str, value: Any, complain: Complain) -> tuple[str, ...]
     for number, word in enumerate(value):
         place = f"{where}[{number}]"
         if isinstance(word, bool) or not isinstance(word, str | int | float):
-            message = f"a word of `command` is a text, not `{brief(word)}`"
+            message = f"a word of `command` is a text, not `{shorten(word)}`"
             complain(place, message, "put it in quotes")
             continue
         _check_placeholders(place, str(word), complain)
@@ -141,7 +141,9 @@ def _check_placeholders(where: str, word: str, complain: Complain) -> None:
     for match in _PLACEHOLDER.finditer(word):
         name = match["name"]
         if name is not None and name not in PLACEHOLDERS:
-            help = keys.nearest(name, tuple(PLACEHOLDERS)) or f"one of {', '.join(PLACEHOLDERS)}"
+            help = (
+                keys.suggest_name(name, tuple(PLACEHOLDERS)) or f"one of {', '.join(PLACEHOLDERS)}"
+            )
             message = f"`{{{name}}}` is not a placeholder of `eval`"
             complain(where, message, f"{help}; {{{{{name}}}}} stands for the text itself")
 
@@ -150,7 +152,7 @@ def _read_metrics(where: str, value: Any, complain: Complain) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip():
-        message = f"`metrics` is the path of a JSON file, not `{brief(value)}`"
+        message = f"`metrics` is the path of a JSON file, not `{shorten(value)}`"
         complain(where, message, 'metrics: "**/results_*.json", below the folder of the evaluation')
         return None
     _check_placeholders(where, value, complain)
@@ -162,7 +164,7 @@ def _read_gates(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
         return {}
     help = 'expect: {gsm8k: ">= 0.4"}'
     if not isinstance(value, dict):
-        message = f"`expect` is a mapping of metrics to what they must be, not `{brief(value)}`"
+        message = f"`expect` is a mapping of metrics to what they must be, not `{shorten(value)}`"
         complain(where, message, help)
         return {}
     gates: dict[str, Gate] = {}
@@ -172,13 +174,13 @@ def _read_gates(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
         if isinstance(text, str):
             match = _GATE.fullmatch(text)
         if match is None:
-            message = f"`{brief(name)}: {brief(text)}` is not a sign and a number"
+            message = f"`{shorten(name)}: {shorten(text)}` is not a sign and a number"
             signs = f"one of {', '.join(_TESTS)} and a number, in quotes: {help}"
             complain(place, message, signs)
             continue
         bound = float(match["bound"])
         if not math.isfinite(bound):
-            complain(place, f"the number of `{brief(name)}` is too large", help)
+            complain(place, f"the number of `{shorten(name)}` is too large", help)
             continue
         gates[str(name)] = Gate(match["sign"], bound)
     return gates
@@ -189,11 +191,11 @@ def _read_timeout(where: str, value: Any, complain: Complain) -> float:
         return TIMEOUT_S
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         complain(
-            where, f"`timeout` is a duration, not `{brief(value)}`", "such as 90s, 10m or 1h30m"
+            where, f"`timeout` is a duration, not `{shorten(value)}`", "such as 90s, 10m or 1h30m"
         )
         return TIMEOUT_S
     try:
-        return durations.seconds(str(value))
+        return durations.parse_seconds(str(value))
     except UsageError as error:
         fault = error.findings[0]
         complain(where, fault.message, fault.help)

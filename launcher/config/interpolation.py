@@ -9,7 +9,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from launcher.config.document import Origin, Steps, join, leaves, misplaced
+from launcher.config.document import Origin, Steps, join, report_misplaced, walk_leaves
 from launcher.errors import Finding, InvalidConfig
 from launcher.lazy_dataclass import dataclass
 from launcher.redaction import Redactor, holds_secret
@@ -49,7 +49,7 @@ def interpolate(
     `named` are further values that may be named.
     """
     texts: dict[Steps, str] = {}
-    for steps, text in leaves(tree):
+    for steps, text in walk_leaves(tree):
         if isinstance(text, str) and "${" in text:
             texts[steps] = text
     if not texts:
@@ -179,7 +179,9 @@ def _report_unresolved(
 ) -> Finding:
     key = _join_steps(steps)
     message = f"`{key}` cannot be interpolated: {reason}"
-    return misplaced(path, origins, key, "interpolation", message, "write \\${ for a literal ${")
+    return report_misplaced(
+        path, origins, key, "interpolation", message, "write \\${ for a literal ${"
+    )
 
 
 def _join_steps(steps: Steps) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from launcher.config.points import ATTENTIONS, BY_NAME, DEFAULTS, POINTS, PointType
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.lazy_dataclass import dataclass
 
 Kind = Literal["word", "number", "switch", "text", "list", "mapping", "path"]
@@ -105,7 +105,7 @@ class Key:
         shape = self.shape
         if self.kind == "number":
             shape += f", at most {LARGEST:,}"
-        message = f"`{where}` is {shape}, not `{brief(value)}`"
+        message = f"`{where}` is {shape}, not `{shorten(value)}`"
         return None, [KeyFault(where, message)]
 
     def _read_words(self, value: Any, where: str) -> tuple[Any, list[KeyFault]]:
@@ -130,8 +130,8 @@ class Key:
         for name, below in value.items():
             place = f"{where}.{name}"
             if name not in parts:
-                message = f"unknown key `{brief(name)}` in `{where}`"
-                help = nearest(str(name), tuple(parts))
+                message = f"unknown key `{shorten(name)}` in `{where}`"
+                help = suggest_name(str(name), tuple(parts))
                 faults.append(KeyFault(place, message, help))
                 continue
             result, wrong = parts[name].read(below, place)
@@ -145,11 +145,11 @@ class Key:
         if "any" in self.words:
             # a point of the verdict has few states: all are said
             word = ""
-        message = f"invalid value `{brief(value)}` for `{where}`"
-        return KeyFault(where, message, nearest(word, self.words))
+        message = f"invalid value `{shorten(value)}` for `{where}`"
+        return KeyFault(where, message, suggest_name(word, self.words))
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def suggest_name(name: str, names: Sequence[str]) -> str:
     """The name that was probably meant, else all of them."""
     near = difflib.get_close_matches(name, names, n=1)
     if near:

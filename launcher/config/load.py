@@ -19,12 +19,12 @@ from typing import Any, Literal
 import yaml
 
 from launcher.config import document
-from launcher.config.document import Document, Origin, join, place_of, refused
+from launcher.config.document import Document, Origin, find_place, join, refuse_file
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import KEYS
-from launcher.errors import Finding, InvalidConfig, brief, naming_variables
+from launcher.errors import Finding, InvalidConfig, naming_variables, shorten
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import canonical, exists, expanded
+from launcher.paths import exists, expand_user, resolve_path
 from launcher.redaction import Redactor
 
 LARGEST = 10**64
@@ -124,7 +124,7 @@ class Config:
 
     def origin(self, key: str) -> Origin:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
-        return place_of(self.path, self.origins, key)
+        return find_place(self.path, self.origins, key)
 
     @property
     def redactor(self) -> Redactor:
@@ -166,11 +166,11 @@ def _find_too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Ite
     """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many
     digits.
     """
-    for steps, value in document.leaves(tree):
+    for steps, value in document.walk_leaves(tree):
         if isinstance(value, int | float) and not abs(value) < LARGEST:
             key = reduce(join, steps, "")
             message = f"the number of `{key}` is too large"
-            yield document.misplaced(path, origins, key, "bad-value", message)
+            yield document.report_misplaced(path, origins, key, "bad-value", message)
 
 
 def _read_with_parents(
@@ -188,13 +188,13 @@ def _read_with_parents(
     line = content.origins.pop("extends").line
     target = _require_parent(path, parent, line)
     chain = (*children, path)
-    if canonical(target) in map(canonical, chain):
+    if resolve_path(target) in map(resolve_path, chain):
         loop = " -> ".join(map(str, (*chain, target)))
-        raise refused(path, "extends-cycle", f"`extends` is circular: {loop}", line)
+        raise refuse_file(path, "extends-cycle", f"`extends` is circular: {loop}", line)
     if not exists(target):
-        message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
+        message = f"`extends: {shorten(parent)}`: there is no {shorten(target, 200)}"
         help = "`extends` is relative to the file that holds it"
-        raise refused(path, "missing-parent", message, line, help)
+        raise refuse_file(path, "missing-parent", message, line, help)
     base, parents = _read_with_parents(target, chain)
     return _inherit(base, content), (target, *parents)
 
@@ -214,12 +214,12 @@ def _inherit(base: Document, content: Document) -> Document:
 def _require_parent(path: Path, parent: object, line: int | None) -> Path:
     if not isinstance(parent, str) or not parent.strip():
         message = "`extends` names one file, relative to this one"
-        raise refused(path, "bad-extends", message, line)
-    target = path.parent / expanded(parent)
-    if not {target.suffix, canonical(target).suffix} <= document.SUFFIXES:
+        raise refuse_file(path, "bad-extends", message, line)
+    target = path.parent / expand_user(parent)
+    if not {target.suffix, resolve_path(target).suffix} <= document.SUFFIXES:
         # whoever wrote the file may not be who may read what it names
-        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
-        raise refused(path, "bad-extends", message, line)
+        message = f"`extends: {shorten(parent)}` names no `.yaml` or `.yml` file"
+        raise refuse_file(path, "bad-extends", message, line)
     return target
 
 
@@ -243,12 +243,12 @@ def _require_one_stage(path: Path, content: Document) -> None:
     if isinstance(content.value.get("stages"), list) and "args" not in content.value:
         help = f"launch pipeline {path}, or name one of its stage files"
         line = content.origins["stages"].line
-        raise refused(path, PIPELINE, "this is a pipeline, not a stage file", line, help)
-    tool = tool_of(content.value)
+        raise refuse_file(path, PIPELINE, "this is a pipeline, not a stage file", line, help)
+    tool = recognise_tool(content.value)
     if tool is not None:
         message = f"this is a file of {TOOLS[tool]}, not a stage file"
         help = f"launch init --from {path} converts it"
-        raise refused(path, "foreign-file", message, 1, help)
+        raise refuse_file(path, "foreign-file", message, 1, help)
 
 
 TOOLS = {
@@ -278,7 +278,7 @@ _OPEN_INSTRUCT = set(
 )
 
 
-def tool_of(tree: Mapping[str, Any]) -> str | None:
+def recognise_tool(tree: Mapping[str, Any]) -> str | None:
     """Whose file this looks like, a key of `TOOLS`; None where it is none of them."""
     names = set(tree)
     if names & {"args", "open_instruct"}:
@@ -359,8 +359,8 @@ def _require_mapping(
 ) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
-    fault = document.misplaced(path, origins, key, "bad-args", message)
+    message = f"`{key}` is a mapping of names to values, not `{shorten(value)}`"
+    fault = document.report_misplaced(path, origins, key, "bad-args", message)
     raise InvalidConfig(replace(fault, key=None))
 
 
@@ -386,7 +386,7 @@ def _apply_override(
             return None
         except _BadOverride as error:
             fault = error
-    message = f"`{brief(shown)}`{fault.why}"
+    message = f"`{shorten(shown)}`{fault.why}"
     finding = document.bad(path, "bad-override", message, None, fault.help)
     return replace(finding, key=key or None, override=shown)
 
@@ -492,7 +492,7 @@ def _parse_override_value(raw: str) -> Any:
     is_quoted = text.startswith(("'", '"'))
     is_template = text.startswith(("{%", "{{", "{#"))
     if not is_quoted and (is_template or not text.startswith(("[", "{"))):
-        value = document.plain(text)
+        value = document.parse_scalar(text)
         if isinstance(value, str):
             return raw
         return value
@@ -526,7 +526,7 @@ def _forget_below(origins: dict[str, Origin], path: str) -> None:
             del origins[key]
 
 
-def spelt(value: Any) -> str:
+def spell_value(value: Any) -> str:
     """A value as an override on the command line spells it, so that it is read as the same
     value.
     """

@@ -15,19 +15,19 @@ from launcher.config import evaluation, keys
 from launcher.config.document import (
     Document,
     Origin,
-    misplaced,
-    nearest,
-    place_of,
+    find_nearest_origin,
+    find_place,
     read_yaml,
-    refused,
+    refuse_file,
+    report_misplaced,
 )
 from launcher.config.evaluation import Evaluation
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
-from launcher.config.load import spelt
-from launcher.errors import Finding, InvalidConfig, brief, usage
+from launcher.config.load import spell_value
+from launcher.errors import Finding, InvalidConfig, shorten, usage
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import exists, expanded
+from launcher.paths import exists, expand_user
 from launcher.redaction import Redactor
 
 KEYS = ("name", "gpus", "stages")
@@ -61,11 +61,11 @@ class Link:
 
     def texts(self) -> list[str]:
         """What is laid over the stage file: `with:` first, then the command line."""
-        changes = [f"{key}={spelt(value)}" for key, value in self.written.items()]
+        changes = [f"{key}={spell_value(value)}" for key, value in self.written.items()]
         return [*changes, *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
-        return nearest(self.origins, key) or self.origins[""]
+        return find_nearest_origin(self.origins, key) or self.origins[""]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ class Chain:
         for link in self.links:
             if link.name == name:
                 return link
-        help = keys.nearest(name, [link.name for link in self.links])
-        raise usage("no-such-stage", f"the pipeline has no stage `{brief(name)}`", help)
+        help = keys.suggest_name(name, [link.name for link in self.links])
+        raise usage("no-such-stage", f"the pipeline has no stage `{shorten(name)}`", help)
 
     def between(self, first: str | None, last: str | None) -> tuple[Link, ...]:
         """The stages from `first` to `last`, both included. Raises UsageError without any."""
@@ -122,7 +122,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
         # nearly every line would be wrong
         message = "this is a stage file, not a pipeline"
         help = f"launch sft {path}, or launch dpo {path}"
-        raise refused(path, "bad-pipeline", message, 1, help)
+        raise refuse_file(path, "bad-pipeline", message, 1, help)
     interpolated = interpolate(path, document.value, document.origins)
     reader = _PipelineReader(path, replace(document, value=interpolated.value))
     links = reader.links()
@@ -141,8 +141,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
 def _add_override(chain: Chain, text: str) -> Chain:
     name, dot, override = text.partition(".")
     if not dot or "=" in name:
-        examples = [f"{link.name}.{brief(text, 40)}" for link in chain.links[:3]]
-        message = f"`{brief(text)}`: of which stage?"
+        examples = [f"{link.name}.{shorten(text, 40)}" for link in chain.links[:3]]
+        message = f"`{shorten(text)}`: of which stage?"
         raise usage("no-such-stage", message, f"one of {', '.join(examples)}")
     chosen = chain.link(name)
     links = list(chain.links)
@@ -192,7 +192,7 @@ class _PipelineReader:
         if isinstance(entry, str):
             entry = {"config": entry}
         if not isinstance(entry, dict):
-            message = f"a stage is a mapping, not `{brief(entry)}`"
+            message = f"a stage is a mapping, not `{shorten(entry)}`"
             self._add_finding(where, message, "{config: sft.yaml}")
             return None
         self._refuse_others(where, entry, STAGE_KEYS)
@@ -201,7 +201,7 @@ class _PipelineReader:
         source = self._read_source(f"{where}.from", entry, before)
         stage = entry.get("stage")
         if stage not in (None, *STAGES):
-            message = f"`{brief(stage)}` is not a stage"
+            message = f"`{shorten(stage)}` is not a stage"
             self._add_finding(f"{where}.stage", message, " or ".join(STAGES))
         if entry.get("gpus") is not None:
             gpus = self._read_gpus(f"{where}.gpus", entry["gpus"])
@@ -233,10 +233,10 @@ class _PipelineReader:
         if not isinstance(name, str) or not name.strip():
             self._add_finding(where, "`config` names the stage file", "config: sft.yaml")
             return None
-        path = self.path.parent / expanded(name)
+        path = self.path.parent / expand_user(name)
         if not exists(path):
             help = "`config` is relative to the pipeline file"
-            self._add_finding(where, f"there is no {brief(path, 200)}", help)
+            self._add_finding(where, f"there is no {shorten(path, 200)}", help)
             return None
         return path
 
@@ -250,7 +250,7 @@ class _PipelineReader:
         text = str(name)
         if not _NAME.match(text) or text in ("none", "null"):
             help = "letters, digits, `_` and `-`; --from and --until take it"
-            self._add_finding(where, f"`{brief(text)}` cannot be a stage's name", help)
+            self._add_finding(where, f"`{shorten(text)}` cannot be a stage's name", help)
             return None
         if text in before:
             self._add_finding(where, f"two stages are called `{text}`", "add a `name:`")
@@ -272,7 +272,7 @@ class _PipelineReader:
             help = "leave it out: this is the first"
             if before:
                 help = f"one of {', '.join(before)}, or none"
-            self._add_finding(where, f"`from: {brief(source)}` is not an earlier stage", help)
+            self._add_finding(where, f"`from: {shorten(source)}` is not an earlier stage", help)
         return str(source)
 
     def _read_changes(self, where: str, changes: Any) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class _PipelineReader:
     def _read_gpus(self, where: str, gpus: Any) -> int | None:
         if gpus is None or (isinstance(gpus, int) and gpus is not True and gpus >= 0):
             return gpus
-        self._add_finding(where, f"`gpus` is a number, 0 for the CPU, not `{brief(gpus)}`")
+        self._add_finding(where, f"`gpus` is a number, 0 for the CPU, not `{shorten(gpus)}`")
         return None
 
     def _refuse_others(self, where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -305,8 +305,8 @@ class _PipelineReader:
         for key in entry:
             if key not in names:
                 place = f"{where}.{key}".removeprefix(".")
-                message = f"`{brief(key)}` is not a key of {what}"
-                self._add_finding(place, message, keys.nearest(str(key), names))
+                message = f"`{shorten(key)}` is not a key of {what}"
+                self._add_finding(place, message, keys.suggest_name(str(key), names))
 
     def add_exposed(self, key: str, text: str) -> None:
         """Note that a word of an evaluation's command holds a secret out of the environment."""
@@ -315,18 +315,18 @@ class _PipelineReader:
         )
         help = "leave it out: the command has the environment of launch, "
         help += "and the program can read the variable itself"
-        fault = misplaced(self.path, self.origins, key, "exposed-secret", message, help)
+        fault = report_misplaced(self.path, self.origins, key, "exposed-secret", message, help)
         self.findings.append(fault)
 
     def _find_origin(self, key: str) -> Origin:
-        return place_of(self.path, self.origins, key)
+        return find_place(self.path, self.origins, key)
 
     def _add_finding(self, key: str, message: str, help: str | None = None) -> None:
-        fault = misplaced(self.path, self.origins, key, "bad-pipeline", message, help)
+        fault = report_misplaced(self.path, self.origins, key, "bad-pipeline", message, help)
         self.findings.append(fault)
 
 
-def placed(link: Link, finding: Finding) -> Finding:
+def place_finding(link: Link, finding: Finding) -> Finding:
     """A finding about what an override set: at its place under `with:`, or as this stage's."""
     override = finding.override
     if override is None:
@@ -334,6 +334,6 @@ def placed(link: Link, finding: Finding) -> Finding:
     if override in link.overrides:
         return replace(finding, override=f"{link.name}.{override}")
     for key, value in link.written.items():
-        if override == f"{key}={spelt(value)}":
+        if override == f"{key}={spell_value(value)}":
             return replace(finding, **link.origin(f"with.{key}").place)
     return finding

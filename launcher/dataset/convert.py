@@ -59,8 +59,8 @@ def convert(
     if surveyed.unread:
         raise usage("unreadable-data", "; ".join(surveyed.unread), "pip install pyarrow")
     shape = shapes.recognise(surveyed)
-    if shape is None and any(reading.data_suffix(file) != ".jsonl" for file in files):
-        shape = shapes.readable(surveyed)
+    if shape is None and any(reading.find_data_suffix(file) != ".jsonl" for file in files):
+        shape = shapes.find_readable_form(surveyed)
     if shape is None:
         raise _refuse_form(source, surveyed)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -80,9 +80,9 @@ def convert(
 
 def _find_files(source: Path, split: str) -> tuple[Path, ...]:
     if is_dir(source):
-        data = sources.of_name(str(source), split, None, os.environ)
+        data = sources.find_named_source(str(source), split, None, os.environ)
     elif is_file(source):
-        data = sources.of_file(str(source))
+        data = sources.open_file_source(str(source))
     else:
         raise usage("no-such-data", f"there is no file or folder {source}")
     if not data.files:

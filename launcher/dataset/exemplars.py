@@ -27,7 +27,7 @@ class Exemplar:
     row: dict[str, Any]
 
 
-def beyond(survey: Survey, count: int) -> list[Exemplar]:
+def list_further_rows(survey: Survey, count: int) -> list[Exemplar]:
     """The first row of each kind that is not among the first `count` rows of the first file, in
     their order.
 
@@ -36,7 +36,7 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
     places = list(_find_places(survey))
     files = list(dict.fromkeys(place.file for place in places))
     for file in files:
-        if reading.data_suffix(Path(file)) in reading.TEXT_FORMATS:
+        if reading.find_data_suffix(Path(file)) in reading.TEXT_FORMATS:
             return []
     further: dict[str, dict[int, RowPlace]] = {file: {} for file in files}
     for place in places:

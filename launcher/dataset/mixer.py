@@ -3,7 +3,7 @@
 import math
 
 from launcher.dataset import survey
-from launcher.paths import expanded, is_file
+from launcher.paths import expand_user, is_file
 
 # Rows of the `train` split, `num_examples` on each set's card at huggingface.co/datasets.
 HUB_ROWS = {
@@ -18,7 +18,7 @@ HUB_ROWS = {
 LOCAL_SUFFIXES = (".jsonl", ".parquet")
 
 
-def entry_rows(name: str, amount: str) -> int | None:
+def count_entry_rows(name: str, amount: str) -> int | None:
     """Rows that one entry gives before filtering; None where that is not known.
 
     A count stands for itself, rows are repeated
@@ -40,7 +40,7 @@ def entry_rows(name: str, amount: str) -> int | None:
 
 
 def _count_file_rows(name: str) -> int | None:
-    path = expanded(name)
+    path = expand_user(name)
     if not is_file(path):
         return None
     surveyed = survey.look([path])

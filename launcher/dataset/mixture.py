@@ -53,7 +53,7 @@ class SetEntry:
 
     def source(self, split: str, environ: Mapping[str, str]) -> Source:
         """The files of one of its splits."""
-        return sources.of_set(
+        return sources.find_set_source(
             self.path, split, self.name, environ, data_dir=self.data_dir, data_files=self.data_files
         )
 
@@ -150,7 +150,7 @@ class Mixture:
         return max(0, rows - test_rows)
 
 
-def entries(listed: Any) -> tuple[SetEntry, ...]:
+def parse_entries(listed: Any) -> tuple[SetEntry, ...]:
     """The valid entries of a list as a stage file holds it."""
     if not isinstance(listed, list):
         return ()
@@ -166,7 +166,7 @@ def entries(listed: Any) -> tuple[SetEntry, ...]:
 def _is_valid(item: dict[str, Any]) -> bool:
     if not isinstance(item.get("path"), str):
         return False
-    return not any(type_fault(key, value) for key, value in item.items())
+    return not any(find_type_fault(key, value) for key, value in item.items())
 
 
 def _build_entry(index: int, item: Mapping[str, Any]) -> SetEntry:
@@ -176,7 +176,7 @@ def _build_entry(index: int, item: Mapping[str, Any]) -> SetEntry:
     return SetEntry(index=index, **fields)
 
 
-def type_fault(key: str, value: Any) -> str | None:
+def find_type_fault(key: str, value: Any) -> str | None:
     """Why TRL or `datasets` cannot use the type of a key's value; None where they can."""
     if value is None and key in ("path", "split"):
         # these have to be there, or the default is meant and null is none
@@ -214,9 +214,9 @@ def _is_paths(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def of_values(values: Mapping[str, Any], environ: Mapping[str, str]) -> Mixture | None:
+def read_mixture(values: Mapping[str, Any], environ: Mapping[str, str]) -> Mixture | None:
     """The mixture of a stage; None where it names none."""
-    listed = entries(values.get("datasets"))
+    listed = parse_entries(values.get("datasets"))
     if not listed:
         return None
     sets = [MixedSet(entry=entry, pieces=_find_pieces(entry, environ)) for entry in listed]

@@ -53,11 +53,11 @@ def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows 
         for length in _measure_documents(tokens, mask, marks):
             lengths[min(length, limit)] += 1
         documents += lengths.total()
-        rows += rows_of(lengths, limit)
+        rows += count_packed_rows(lengths, limit)
     return PackedRows(samples=samples, documents=documents, rows=rows)
 
 
-def rows_of(lengths: Mapping[int, int], limit: int) -> int:
+def count_packed_rows(lengths: Mapping[int, int], limit: int) -> int:
     """How many rows of `limit` tokens best fit makes of so many documents of each length."""
     rows = 0
     # how many rows have so much room left, and the same as bits, to find the smallest that is

@@ -80,7 +80,7 @@ Numbered = tuple[int, Any]
 
 def read_rows(path: Path) -> Iterator[Numbered]:
     """The rows of a data file. Raises CannotRead, OSError where the file is gone."""
-    reader = _READERS.get(data_suffix(path))
+    reader = _READERS.get(find_data_suffix(path))
     if reader is None:
         raise UnsupportedFile(
             f"is a {path.suffix or 'file without a suffix'}, which launch does not read"
@@ -93,7 +93,7 @@ def read_rows(path: Path) -> Iterator[Numbered]:
         raise CannotRead(f"cannot be decompressed: {error}") from None
 
 
-def data_suffix(path: Path) -> str:
+def find_data_suffix(path: Path) -> str:
     """The suffix that says the format: `.jsonl` of `train.jsonl.gz`, and of `train.jsonl.bak`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     for suffix in reversed(suffixes):
@@ -106,15 +106,15 @@ def data_suffix(path: Path) -> str:
 
 def has_lines(path: Path) -> bool:
     """Whether the numbers of rows are lines of the file."""
-    return data_suffix(path) not in (".parquet", ".arrow")
+    return find_data_suffix(path) not in (".parquet", ".arrow")
 
 
-def rows_typed_first(path: Path) -> int:
+def count_rows_typed_first(path: Path) -> int:
     """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten
     megabytes of lines (datasets/packaged_modules/json/json.py::JsonConfig[chunksize: int]), all
     rows of other files.
     """
-    if _READERS.get(data_suffix(path)) is not _read_json:
+    if _READERS.get(find_data_suffix(path)) is not _read_json:
         return sys.maxsize
     with _open(path) as stream:
         head = stream.read(_TYPED_FIRST)

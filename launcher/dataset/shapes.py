@@ -71,13 +71,13 @@ class RowForm:
 
 def recognise(survey: Survey) -> RowForm | None:
     """The form that rows have, where it is a known one that can be converted."""
-    pair = pair_columns(survey)
+    pair = find_pair_columns(survey)
     if pair is not None:
         return _recognise_pairs(survey, *pair)
     return _recognise_answers(survey)
 
 
-def pair_columns(survey: Survey) -> tuple[str, str] | None:
+def find_pair_columns(survey: Survey) -> tuple[str, str] | None:
     """The columns of the better and the worse answer; None where rows are no pairs."""
     for better, worse in _PAIRS:
         if {better, worse} <= survey.columns:
@@ -85,7 +85,7 @@ def pair_columns(survey: Survey) -> tuple[str, str] | None:
     return None
 
 
-def readable(survey: Survey) -> RowForm | None:
+def find_readable_form(survey: Survey) -> RowForm | None:
     """The form of rows that a trainer reads already: they are written as they are."""
     if survey.kind("messages") == "list":
         return RowForm(name="`messages`", into="`messages`", convert=dict)
@@ -99,7 +99,7 @@ def is_labelled(survey: Survey) -> bool:
     return survey.kind("label") == "bool" and {"prompt", "completion"} <= survey.columns
 
 
-def prompt_columns(survey: Survey) -> tuple[str, ...]:
+def find_prompt_columns(survey: Survey) -> tuple[str, ...]:
     """Columns beside `chosen` and `rejected` that hold the question, other than `prompt`."""
     names = (*_INSTRUCTIONS, "system", "conversations", "messages", "history")
     return tuple(name for name in names if _has_text(survey, name))
@@ -153,7 +153,7 @@ def _name_pairs(survey: Survey, better: str) -> str | None:
     if "prompt" not in survey.columns and answer in ("text", "list"):
         if survey.kind("messages") == "list":
             return "a `messages` prompt beside answers"
-        if answer == "text" and {*prompt_columns(survey)} - {"conversations"}:
+        if answer == "text" and {*find_prompt_columns(survey)} - {"conversations"}:
             return "Alpaca pairs"
     if survey.count(better, "human-assistant"):
         return "dialogues of `Human:` and `Assistant:`"
@@ -197,7 +197,7 @@ def _find_first_column(survey: Survey, columns: Mapping[str, str], names: list[s
 
 def _build_chat_form(name: str, column: str) -> RowForm:
     def convert(row: Row) -> dict[str, Any]:
-        messages = messages_of(_decode(column, row.get(column)))
+        messages = convert_messages(_decode(column, row.get(column)))
         return _add_columns(messages, row)
 
     return RowForm(name=name, into="`messages`", convert=convert)
@@ -320,7 +320,7 @@ def _normalise_role(role: str) -> str:
     return role
 
 
-def messages_of(value: object) -> list[Message]:
+def convert_messages(value: object) -> list[Message]:
     """Messages with `role` and `content`, whatever they were called. Raises CannotConvert."""
     if isinstance(value, dict):
         value = _split_columns(value)
@@ -406,7 +406,7 @@ def _read_messages(row: Row, name: str, role: str) -> list[Message]:
     """What a column holds: messages, or a text of this role."""
     value = row.get(name)
     if isinstance(value, list | dict):
-        return messages_of(value)
+        return convert_messages(value)
     return [{"role": role, "content": _read_text(row, name)}]
 
 

@@ -122,22 +122,24 @@ def _build_source(name: str, splits: dict[str, list[Path]], split: str) -> Sourc
     return Source(name=name, files=files, beside=beside)
 
 
-def reader_of(path: Path) -> str | None:
+def find_reader(path: Path) -> str | None:
     """The reader of `datasets` for a file, such as `json`; None where launch knows none."""
-    kind = _FORMATS.get(reading.data_suffix(path))
+    kind = _FORMATS.get(reading.find_data_suffix(path))
     if kind is None:
         return None
     return _name_reader(kind)
 
 
-def of_file(name: str) -> Source:
+def open_file_source(name: str) -> Source:
     path = Path(name)
     if not os.path.isfile(path):
         return Source(name=name, unseen="it is not here")
     return Source(name=name, files=(path,))
 
 
-def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str]) -> Source:
+def find_named_source(
+    name: str, split: str, config: str | None, environ: Mapping[str, str]
+) -> Source:
     """The source of `load_dataset(name, config)[split]`: a folder, or a set in the hub's cache."""
     folder = Path(name)
     if not os.path.isdir(folder):
@@ -171,7 +173,7 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
 
 def _find_cached(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of a data set in the hub's cache."""
-    folder = model_config.snapshot(name, environ, kind="datasets")
+    folder = model_config.find_snapshot(name, environ, kind="datasets")
     if folder is None or not os.path.isdir(folder):
         return None
     return folder
@@ -194,7 +196,7 @@ def split_names(name: str, config: str | None) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-def of_set(
+def find_set_source(
     path: str,
     split: str,
     config: str | None,
@@ -207,7 +209,7 @@ def of_set(
     reader.
     """
     if data_dir is None and data_files is None and path not in LOADERS:
-        return of_name(path, split, config, environ)
+        return find_named_source(path, split, config, environ)
     folder = _find_base(path, data_dir, environ)
     if folder is None:
         source = Source(name=path, unseen="it is not here")
@@ -268,7 +270,7 @@ def _find_files_of_set(
 def _require_reader(files: Iterable[Path], reader: str) -> None:
     """Raises _NoFiles where the reader has a way of its own with a file."""
     for file in files:
-        suffix = reading.data_suffix(file)
+        suffix = reading.find_data_suffix(file)
         if suffix not in reading.READABLE or _name_reader(_FORMATS[suffix]) != reader:
             raise _build_unseen(f"launch does not read {file} as `{reader}` does")
 
@@ -562,7 +564,7 @@ def _select_files_of_format(files: Iterable[str], kind: str | None) -> list[str]
         elif ".zip" in suffixes:
             raise _build_unseen(f"launch does not look into {file}")
     for file in read:
-        if reading.data_suffix(Path(file)) not in reading.READABLE:
+        if reading.find_data_suffix(Path(file)) not in reading.READABLE:
             raise _build_unseen(f"launch does not read {file}")
     return read
 

@@ -547,7 +547,7 @@ def _merge_kinds(counts: Mapping[tuple[str, Any], _Tally]) -> Occurrences:
     texts = {name for name, kind in counts if kind is str}
     for (name, kind), seen in counts.items():
         word = _KINDS.get(kind, "value")
-        suffix = reading.data_suffix(Path(seen.first.file))
+        suffix = reading.find_data_suffix(Path(seen.first.file))
         is_csv = suffix in reading.TEXT_FORMATS
         if is_csv and word != "null" and name in texts:
             word = "text"

@@ -56,7 +56,7 @@ class Started(NamedTuple):
         return lines
 
 
-def foreground_argv(argv: Sequence[str]) -> list[str]:
+def strip_background_options(argv: Sequence[str]) -> list[str]:
     """A command line without the options that run it elsewhere, or change its output format."""
     words = []
     is_format = False
@@ -76,7 +76,7 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     log_file = folder / LOG
     with rundir.writing(folder), runner.open_private_log(log_file) as log:
         child = subprocess.Popen(
-            [*start.launch_argv(), *foreground_argv(argv)],
+            [*start.launch_argv(), *strip_background_options(argv)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -95,7 +95,7 @@ def queue(
     folder = RunFolder(_make_folder(kind, name))
     attempt = attempts.Attempt(
         number=1,
-        argv=(*start.launch_argv(), *foreground_argv(argv)),
+        argv=(*start.launch_argv(), *strip_background_options(argv)),
         env={FOLDER: str(folder.path)},
         environ=dict(os.environ),
         cwd=os.getcwd(),
@@ -105,7 +105,7 @@ def queue(
     )
     attempt.write(folder)
     command = [*start.launch_argv("launcher.lifecycle.background"), str(folder.path)]
-    script = slurm.batch_script(
+    script = slurm.render_batch_script(
         folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False
     )
     try:
@@ -119,7 +119,7 @@ def queue(
 
 
 def _make_folder(kind: str, name: str) -> Path:
-    return rundir.make_folder(rundir.runs_root() / "commands", kind, name)
+    return rundir.make_folder(rundir.find_runs_root() / "commands", kind, name)
 
 
 def finish(

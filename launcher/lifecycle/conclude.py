@@ -50,7 +50,7 @@ def conclude(
             inventory.record_written(folder, number, late=True)
             if not rundir.is_judged(folder, number):
                 record_input_changes(folder, attempt)
-            _, code = verdict_and_exit_code(folder, attempt, ended)
+            _, code = judge_attempt(folder, attempt, ended)
             rundir.mark_judged(folder, number, notify_pending=bool(attempt.on_finish))
             # after the verdict, so that it stands; only what this user started runs a model
             if own:
@@ -84,7 +84,7 @@ def _conclude_worker(folder: RunFolder, attempt: Attempt, ended: runner.ProcessE
     return Exit.TRAINING
 
 
-def worker_exit_code(folder: RunFolder, attempt: Attempt) -> Exit:
+def decide_worker_exit_code(folder: RunFolder, attempt: Attempt) -> Exit:
     """The exit code of a further machine of a run, which judges nothing."""
     ended = runner.read_exit(folder, attempt.number)
     if ended is None:
@@ -108,14 +108,14 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
     # if the record cannot be written, the verdict only lacks the point `inputs`
     with contextlib.suppress(OSError):
         contents = rundir.read_manifest(folder).contents
-        changed = attempt.redactor.redact(inputs.changed(contents, Path(attempt.cwd)))
+        changed = attempt.redactor.redact(inputs.find_changes(contents, Path(attempt.cwd)))
         files.write_json(folder.inputs(attempt.number), {"changed": changed})
     for cache in attempt.caches:
         with contextlib.suppress(Misfit):
-            folders.discard_spoiled(keys.from_json(cache))
+            folders.discard_spoiled(keys.parse_cache(cache))
 
 
-def verdict_and_exit_code(
+def judge_attempt(
     folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now if nobody has yet."""
@@ -125,7 +125,7 @@ def verdict_and_exit_code(
     if verdict is None:
         verdict = finish(folder)
     ended = ended or runner.read_exit(folder, attempt.number)
-    return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
+    return verdict, decide_exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
 def finish(folder: RunFolder) -> check.Verdict:
@@ -139,7 +139,7 @@ def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
     with contextlib.suppress(OSError):
         files.write_json(folder.verdict, judgement.verdict.as_json())
         rows = judge.merge_rows(judgement.attempts)
-        files.write_text(folder.metrics, "".join(map(rundir.json_line, rows)))
+        files.write_text(folder.metrics, "".join(map(rundir.render_json_line, rows)))
         run = series.run_from_judgement(folder.path, judgement)
         files.write_text(folder.report, page.render([run]))
     return judgement
@@ -147,23 +147,23 @@ def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
 
 def judge_by_plan(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
     """The verdict of a finished run by what is expected now, which may have changed since."""
-    expected = command.expectations(planned)
+    expected = command.list_expectations(planned)
     if rundir.read_manifest(folder).expected == expected:
         return verdict
     return judge.judge_run(folder, expected).verdict
 
 
-def exit_code(
+def decide_exit_code(
     ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool
 ) -> Exit:
     if ended is not None and _was_stopped(ended):
         return Exit.INTERRUPTED
     if ended is not None and ended.returncode and verdict.stopped is None:
         return Exit.TRAINING
-    return check.exit_code(verdict, allow_unproven=allow_unproven)
+    return check.decide_exit_code(verdict, allow_unproven=allow_unproven)
 
 
-def left_out_notes(judgement: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
+def report_left_out(judgement: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
     """What could not be used of a run's records: of each file the first, and how many more."""
     places: dict[str, list[tuple[int | None, Omission]]] = {}
     manifest = str(folder.manifest)
@@ -188,7 +188,7 @@ def _report_omissions(file: str, faults: Sequence[tuple[int | None, Omission]]) 
     return launch_finding("warning", "damaged-record", message, help, file=file, line=line)
 
 
-def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
+def report_unpinned(folder: RunFolder) -> tuple[Finding, ...]:
     source = rundir.read_manifest(folder).upstream
     if source.pinned is not False:
         return ()

@@ -30,7 +30,7 @@ class Detached(Exception):
     """The user stopped following; the run continues."""
 
 
-def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
+def follow_until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     """Show an attempt until it and its supervisor are gone; returns whether it was stopped.
 
     With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
@@ -71,7 +71,7 @@ def _build_view(folder: RunFolder, attempt: Attempt) -> View:
         folder.probe,
         progress,
         is_terminal,
-        attempts.redactor(folder),
+        attempts.find_redactor(folder),
     )
 
 
@@ -116,7 +116,7 @@ def _handle_signals(folder: RunFolder, signals: list[int], *, forward: bool) -> 
         handlers |= dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), pass_on)
     else:
         handlers[signal.SIGTERM] = signal.SIG_DFL
-    with process.signal_handlers(handlers):
+    with process.install_handlers(handlers):
         try:
             yield
         except KeyboardInterrupt:
@@ -133,7 +133,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     if sys.stdout is None:
         return
     path = folder.console(number)
-    printer = LogLines(attempts.redactor(folder).values, frames=follow or last is None)
+    printer = LogLines(attempts.find_redactor(folder).values, frames=follow or last is None)
     try:
         log = files.open_regular(path, buffering=0)
     except FileNotFoundError:
@@ -192,7 +192,7 @@ def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
     return _has_live_process(folder)
 
 
-def newest_attempt(folder: RunFolder) -> Attempt:
+def find_newest_attempt(folder: RunFolder) -> Attempt:
     """The attempt that began last; from the manifest if `start.json` is missing or damaged."""
     with contextlib.suppress(NotReady):
         return attempts.read_attempt(folder)

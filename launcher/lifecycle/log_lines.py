@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from launcher.lazy_dataclass import dataclass
-from launcher.machine.sizes import sized
-from launcher.printable import printable_bytes
+from launcher.machine.sizes import format_size
+from launcher.printable import make_printable_bytes
 from launcher.redaction import KEY_BLOCK, redact_bytes
 
 BLOCK_BYTES = 2**18  # bytes that are read at a time
@@ -41,15 +41,15 @@ class CutLine:
 
     def printable(self, secrets: Sequence[str]) -> bytes:
         """The line as it is printed, without `secrets`."""
-        head = printable_bytes(self.head)
-        beside_cut = len(printable_bytes(self.head[-_MARGIN_BYTES:]))
+        head = make_printable_bytes(self.head)
+        beside_cut = len(make_printable_bytes(self.head[-_MARGIN_BYTES:]))
         begin = redact_bytes(head, secrets)
         begin = begin[: max(0, len(begin) - beside_cut)]
-        tail = printable_bytes(self.tail)
-        beside_cut = len(printable_bytes(self.tail[:_MARGIN_BYTES]))
+        tail = make_printable_bytes(self.tail)
+        beside_cut = len(make_printable_bytes(self.tail[:_MARGIN_BYTES]))
         end = redact_bytes(tail, secrets)[beside_cut:]
         left_out = self.length - len(self.head) - len(self.tail) + 2 * _MARGIN_BYTES
-        amount = sized(left_out)
+        amount = format_size(left_out)
         if self.at_least:
             amount = f"at least {amount}"
         note = f" ... {amount} of this line left out ... "
@@ -175,12 +175,12 @@ class LogLines:
         if key >= 0 and end - key <= _KEY_BYTES and b"-----END" not in text[key:]:
             end = text.rfind(b"\n", 0, key) + 1
         self.held = text[end:]
-        return redact_bytes(printable_bytes(text[:end]), self.secrets)
+        return redact_bytes(make_printable_bytes(text[:end]), self.secrets)
 
     def _release_held(self, more: bytes = b"") -> bytes:
         text = self.held + more
         self.held = b""
-        return redact_bytes(printable_bytes(text), self.secrets)
+        return redact_bytes(make_printable_bytes(text), self.secrets)
 
 
 def _cut_line(line: bytes) -> CutLine:

@@ -13,7 +13,7 @@ from launcher.errors import Finding
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.paths import PROJECT
-from launcher.plan.command import HUB, expectations
+from launcher.plan.command import HUB, list_expectations
 from launcher.plan.plan import Plan
 from launcher.redaction import Redactor
 from launcher.rules.deepspeed import engine_config
@@ -52,7 +52,7 @@ def build_manifest(
         name=stage.name,
         config=str(stage.config.path),
         output=None if output is None else str(output),
-        expect=expectations(plan),
+        expect=list_expectations(plan),
         deepspeed=_describe_deepspeed(plan, trainer),
         cwd=str(command.cwd),
         plan=plan.record.as_json(),
@@ -62,7 +62,7 @@ def build_manifest(
         env=sorted(command.env),
         caches=[*caches],
         upstream=stage.upstream.as_json(),
-        launch_commit=python.git_version(PROJECT),
+        launch_commit=python.read_git_version(PROJECT),
         trainer={
             "python": str(trainer.python),
             "source": trainer.source,
@@ -187,7 +187,7 @@ def escape_interpolation(value: Any) -> Any:
 
 def create(folder: RunFolder, record: RunRecord, redactor: Redactor | None = None) -> None:
     """Make the folder, write its manifest without secrets, register the run. Raises NotReady."""
-    content = (redactor or redaction.of_process()).redact(record.as_json())
+    content = (redactor or redaction.find_process_secrets()).redact(record.as_json())
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.config import durations
-from launcher.errors import brief, usage
+from launcher.errors import shorten, usage
 from launcher.machine import isolation, process
-from launcher.printable import printable
+from launcher.printable import make_printable
 from launcher.redaction import redact
 from launcher.report import overview
 from launcher.report.progress import Progress
 from launcher.runs import rundir
-from launcher.runs.attempt import ON_FINISH_S, Attempt, writable_by_others
+from launcher.runs.attempt import ON_FINISH_S, Attempt, find_other_writer_of_start
 from launcher.runs.rundir import RunFolder
 
 START_DIGEST = "LAUNCH_START_DIGEST"  # the variable that every supervisor is started with
@@ -49,13 +49,13 @@ def parse_command(command: str | None) -> tuple[str, ...]:
 def parse_limit(text: str | None) -> float:
     if text is None:
         return ON_FINISH_S
-    return durations.seconds(text)
+    return durations.parse_seconds(text)
 
 
 def require_program(command: Sequence[str]) -> None:
     """Raise UsageError if the program of a command cannot be started on this machine."""
     if command and _find_program(command[0], os.environ) is None:
-        message = f"--on-finish: there is no program `{brief(command[0])}` that can be started"
+        message = f"--on-finish: there is no program `{shorten(command[0])}` that can be started"
         help = "the path of a file that may be executed, or the name of a program in PATH"
         raise usage("bad-on-finish", message, help)
 
@@ -84,11 +84,11 @@ def call(
     if not attempt.on_finish:
         return None
     if not own:
-        reason = writable_by_others(folder)
+        reason = find_other_writer_of_start(folder)
         if reason is not None:
             command = shlex.join(map(str, attempt.on_finish))
             _print_notice(
-                attempt.environ, f"`{brief(_escape_unprintable(command))}` was not run: {reason}"
+                attempt.environ, f"`{shorten(_escape_unprintable(command))}` was not run: {reason}"
             )
             return None
     progress = Progress(total=None)
@@ -137,9 +137,9 @@ def run(
         for group in groups:
             process.signal_group(group, number)
 
-    earlier = process.descendants(os.getpid())
+    earlier = process.find_descendants(os.getpid())
     with (
-        process.signal_handlers({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}),
+        process.install_handlers({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}),
         # so that processes that lose their parent are still found below this one
         process.adopting_orphans(),
     ):
@@ -207,15 +207,15 @@ def _end_command(leader: int, earlier: frozenset[int]) -> None:
 
 def _find_started_since(earlier: frozenset[int]) -> frozenset[int]:
     """The processes below this one that are new, without runs and their supervisors."""
-    started = process.descendants(os.getpid()) - earlier
+    started = process.find_descendants(os.getpid()) - earlier
     of_runs: set[int] = set()
     for pid in started:
         for name in (START_DIGEST, process.MARK):
-            if process.variable_of(pid, name) is not None:
+            if process.read_variable(pid, name) is not None:
                 of_runs.add(pid)
-                of_runs |= process.descendants(pid)
+                of_runs |= process.find_descendants(pid)
     return started - of_runs
 
 
 def _print_notice(environ: Mapping[str, str], text: str) -> None:
-    print(redact(printable(f"--on-finish {text}"), environ), file=sys.stderr)
+    print(redact(make_printable(f"--on-finish {text}"), environ), file=sys.stderr)

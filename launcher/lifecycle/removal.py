@@ -20,9 +20,9 @@ from launcher.artifacts import digest, layout
 from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import locks, trees
-from launcher.machine.sizes import sized
+from launcher.machine.sizes import format_size
 from launcher.machine.trees import Budget, TreeEntry
-from launcher.paths import canonical, exists
+from launcher.paths import exists, resolve_path
 from launcher.planning import checksums
 from launcher.report import overview
 from launcher.runs import evaluation, inventory, lease, outputs, rundir
@@ -80,7 +80,7 @@ class Deletion:
             sizes[folder] += file.state.size
         for folder in sorted(counts):
             count = _count_files(counts[folder])
-            yield f"{self.root / folder} ({count}, {sized(sizes[folder])})"
+            yield f"{self.root / folder} ({count}, {format_size(sizes[folder])})"
 
     def kept_lines(self) -> Iterator[str]:
         by_reason: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ class Removal:
 
 def require_over(folder: RunFolder) -> None:
     """Raise NotReady if a run, or one of a campaign, trains, waits, or may train out of sight."""
-    for run in [folder, *rundir.campaign_runs(folder.path)]:
+    for run in [folder, *rundir.list_campaign_runs(folder.path)]:
         activity = _describe_activity(run)
         if activity is not None:
             name = run.path.name
@@ -148,7 +148,7 @@ def require_over(folder: RunFolder) -> None:
 
 def _describe_activity(run: RunFolder) -> str | None:
     """What a run does now; None if it is over."""
-    if lease.is_locked(evaluation.evaluation_folder(run).path / ".lock"):
+    if lease.is_locked(evaluation.find_evaluation_folder(run).path / ".lock"):
         return "being evaluated"
     state = overview.read_state(run)
     if state in _LIVE:
@@ -166,7 +166,7 @@ def plan_removal(folder: RunFolder, *, model: bool) -> Removal:
     """
     require_over(folder)
     _require_own_folder(folder.path)
-    runs = (folder, *rundir.newest_first(folder.path))
+    runs = (folder, *rundir.list_newest_first(folder.path))
     _require_no_others(folder.path, runs, inside_only=True)
     if not model:
         _require_no_model_inside(folder)
@@ -184,7 +184,7 @@ def plan_removal(folder: RunFolder, *, model: bool) -> Removal:
 
 def _is_output_inside(folder: RunFolder, run: RunFolder) -> bool:
     output = rundir.read_manifest(run).output
-    return output is not None and canonical(output).is_relative_to(canonical(folder.path))
+    return output is not None and resolve_path(output).is_relative_to(resolve_path(folder.path))
 
 
 def _require_own_folder(path: Path) -> None:
@@ -205,7 +205,7 @@ def _require_no_model_inside(folder: RunFolder) -> None:
         raise usage("output-kept", f"models are in the folder: {folder.path}/{_MODELS}", "--model")
     if output is None or not exists(output):
         return
-    if canonical(output).is_relative_to(canonical(folder.path)):
+    if resolve_path(output).is_relative_to(resolve_path(folder.path)):
         raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
 
 
@@ -246,7 +246,7 @@ def _plan_output(run: RunFolder, runs: tuple[RunFolder, ...]) -> Deletion | None
     if manifest.output is None or not exists(manifest.output):
         return None
     output = manifest.output
-    place = canonical(output)
+    place = resolve_path(output)
     if _is_working_folder_in(place):
         raise usage(
             "output-kept",
@@ -262,7 +262,7 @@ def _plan_output(run: RunFolder, runs: tuple[RunFolder, ...]) -> Deletion | None
 
 def _is_working_folder_in(place: Path) -> bool:
     try:
-        return canonical(Path.cwd()).is_relative_to(place)
+        return resolve_path(Path.cwd()).is_relative_to(place)
     except OSError:
         return False
 
@@ -326,7 +326,7 @@ def _is_own(entry: TreeEntry) -> bool:
 
 
 def _make_doomed(path: str, status: os.stat_result) -> Doomed:
-    return Doomed(path=path, state=inventory.file_state(status))
+    return Doomed(path=path, state=inventory.describe_file(status))
 
 
 @contextlib.contextmanager
@@ -350,14 +350,14 @@ def _has_state(
     entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapping[str, object]]
 ) -> bool:
     """Whether nobody wrote into a file since; if its ctime changed, the digest decides."""
-    current = inventory.file_state(entry.status)
+    current = inventory.describe_file(entry.status)
     if not current.is_same(recorded):
         return False
     if current.ctime_ns == recorded.ctime_ns:
         return True
     # its mode or its links changed, or somebody wrote into it and set the time back
     if recorded.digest is not None:
-        return inventory.file_digest(entry) == recorded.digest
+        return inventory.digest_file(entry) == recorded.digest
     top, _, below = entry.path.partition("/")
     checksum = sums.get(top, {}).get(below)
     return checksum is not None and _digest_file(entry) == checksum
@@ -373,12 +373,12 @@ def _digest_file(entry: TreeEntry) -> str | None:
 
 def _find_lease_files(run: RunFolder, place: Path) -> Iterator[Doomed]:
     """The leases of a run and the manifests beside them; lock and checksums go with the last."""
-    own = outputs.leases_of(place, run.path)
+    own = outputs.list_leases_of_run(place, run.path)
     paths = []
     for each in own:
         paths += [each.path, each.manifest]
-    if own and len(own) == len(lease.all_leases(place)):
-        paths += [own[0].lock, checksums.beside_lease(place)]
+    if own and len(own) == len(lease.list_leases(place)):
+        paths += [own[0].lock, checksums.find_copy_beside_lease(place)]
     for path in paths:
         with contextlib.suppress(OSError):
             status = os.lstat(path)
@@ -388,7 +388,7 @@ def _find_lease_files(run: RunFolder, place: Path) -> Iterator[Doomed]:
 
 def _find_paths_inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
     """The paths of output folders inside a run folder, relative to that."""
-    run_folder = canonical(place)
+    run_folder = resolve_path(place)
     paths = set[str]()
     for part in parts:
         if part.root.is_relative_to(run_folder):
@@ -403,7 +403,7 @@ def _plan_records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
     """launch's own files in the folder of a run or a campaign, without the paths `elsewhere`."""
     doomed = []
     kept = {}
-    place = canonical(folder.path)
+    place = resolve_path(folder.path)
     budget = _make_budget()
     with _report_unreadable(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
@@ -511,7 +511,7 @@ def _unlink_unchanged(root: int, file: Doomed) -> str | None:
             return None
         except trees.Foreign as error:
             return f"{error.filename}: {error.strerror}"
-        current = inventory.file_state(status)
+        current = inventory.describe_file(status)
         if not current.is_same(file.state) or current.ctime_ns != file.state.ctime_ns:
             return "it changed meanwhile"
         os.unlink(name, dir_fd=parent)

@@ -45,5 +45,5 @@ def _log_line(folder: RunFolder, number: int, text: str) -> None:
 def _handle_interrupts() -> Iterator[None]:
     interrupt = signal.default_int_handler
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
-    with process.signal_handlers(handlers), contextlib.suppress(KeyboardInterrupt):
+    with process.install_handlers(handlers), contextlib.suppress(KeyboardInterrupt):
         yield

@@ -103,9 +103,9 @@ class Standstill:
             stream.write(json.dumps(event) + "\n")
 
 
-def standstill_of(env: Mapping[str, str]) -> Standstill | None:
+def watch_standstill(env: Mapping[str, str]) -> Standstill | None:
     """The watch over the training that a command with `env` starts; None without a probe."""
-    settings = attempts.probe_settings(env)
+    settings = attempts.read_probe_settings(env)
     folder = settings.text("out")
     if folder is None:
         return None
@@ -129,9 +129,9 @@ def _find_ranks(pids: Iterable[int]) -> dict[int, int]:
     """Rank -> process of those that run the probe, without processes that a rank has started."""
     ranks: dict[int, int] = {}
     for pid in sorted(pids):
-        if not _runs_probe(process.command_line(pid)):
+        if not _runs_probe(process.read_command_line(pid)):
             continue
-        rank = process.variable_of(pid, "RANK")
+        rank = process.read_variable(pid, "RANK")
         if rank is None:
             rank = "0"
         if rank.isdecimal():

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher import files
 from launcher.cache import folders, inputs, keys
-from launcher.errors import NotReady, errors, naming_variables, not_ready
+from launcher.errors import NotReady, naming_variables, not_ready, select_errors
 from launcher.lifecycle import manifest, supervisor, tokenising
 from launcher.machine import devices, process
 from launcher.machine.codec import Misfit
@@ -56,7 +56,7 @@ def _begin_attempt(
     rendezvous.check_port(machine)
     prepared = _add_tracker_variables(prepared)
     with _reserve_folder(prepared) as prepared:
-        prepared = tokenising.before_training(prepared, say)
+        prepared = tokenising.tokenise_before_training(prepared, say)
         attempt = _build_attempt(prepared, **at_end)
         if machine is not None:
             argv = rendezvous.fill_placeholders(attempt.argv, machine)
@@ -88,7 +88,7 @@ def _find_continued_trackers(prepared: Prepared) -> tuple[TrackerRun, ...]:
 
 
 def _add_tracker_variables(prepared: Prepared) -> Prepared:
-    variables = trackers.tracker_variables(_find_continued_trackers(prepared), os.environ)
+    variables = trackers.list_tracker_variables(_find_continued_trackers(prepared), os.environ)
     if not variables:
         return prepared
     env = {**prepared.command.env, **variables}
@@ -123,8 +123,8 @@ def _remove_empty_on_error(folder: RunFolder) -> Iterator[None]:
 
 def _require_not_queued(folder: RunFolder) -> None:
     """Raise NotReady if a job that waits, or runs elsewhere, has the attempt already."""
-    job = slurm.job_of(folder)
-    if job is not None and slurm.job_state(job) is not None:
+    job = slurm.find_job(folder)
+    if job is not None and slurm.ask_job_state(job) is not None:
         message = f"the run {folder.path.name} is Slurm's job {job}"
         help = f"wait for it, or launch stop {folder.path.name}"
         raise not_ready("run-is-live", message, help, file=str(folder.path))
@@ -137,7 +137,7 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
     """
     prepared = _add_tracker_variables(prepared)
     with _reserve_folder(prepared) as prepared:
-        prepared = tokenising.before_training(prepared)
+        prepared = tokenising.tokenise_before_training(prepared)
         folder = prepared.folder
         attempt = _build_attempt(prepared, **at_end)
         with (
@@ -148,14 +148,14 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
             _require_not_queued(folder)
             _write_records(prepared, attempt)
             attempt.write(folder)
-            job = slurm.submit(folder, batch_script(prepared), os.environ)
+            job = slurm.submit(folder, write_batch_script(prepared), os.environ)
     return folder, job
 
 
-def batch_script(prepared: Prepared) -> str:
+def write_batch_script(prepared: Prepared) -> str:
     plan = prepared.plan
     folder = prepared.command_folder.path
-    return slurm.batch_script(
+    return slurm.render_batch_script(
         folder,
         [*launch_argv(), "exec", str(folder)],
         nodes=plan.nodes,
@@ -172,7 +172,7 @@ def _compute_warning_s(prepared: Prepared) -> int:
         grace_s = preemption.parse_save_grace(grace)
         return math.ceil(grace_s) + slurm.RESERVED_S
     save_s = 0.0
-    needs = disk.needs(prepared.plan, prepared.output, os.environ)
+    needs = disk.estimate_needs(prepared.plan, prepared.output, os.environ)
     if needs is not None:
         save_s = preemption.save_seconds(needs.saved.checkpoint)
     warning_s = SHORTEST_WARNING_S + 2 * save_s
@@ -218,7 +218,7 @@ def _write_records(prepared: Prepared, attempt: Attempt) -> None:
     chosen = prepared.start.devices
     record = manifest.build_manifest(
         attempt.number,
-        rundir.utc_now(),
+        rundir.format_utc_now(),
         prepared.plan,
         prepared.command,
         prepared.facts.trainer,
@@ -266,7 +266,7 @@ def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
         yield
     except BaseException:
         ignored = dict.fromkeys((signal.SIGINT, signal.SIGTERM), process.ignore_signal)
-        with process.signal_handlers(ignored), contextlib.suppress(OSError):
+        with process.install_handlers(ignored), contextlib.suppress(OSError):
             if folder.attempts() == attempts_before:
                 _restore_files(folder, names, contents)
         raise
@@ -323,7 +323,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     waiting = attempts.read_attempt(folder)
     last = rundir.read_manifest(folder)
     begun = max(node.attempts() for node in folder.nodes())
-    if begun < waiting.number and not inputs.changed(last.contents, Path(waiting.cwd)):
+    if begun < waiting.number and not inputs.find_changes(last.contents, Path(waiting.cwd)):
         return waiting
     attempts.require_own(folder)
     os.chdir(waiting.cwd)
@@ -334,7 +334,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     prepared = prepare_start(replace(request, folder=folder), Scope.HOST)
     if prepared.decision.kind == "finished":
         return waiting
-    prepared = tokenising.before_training(prepared)
+    prepared = tokenising.tokenise_before_training(prepared)
     last_step = last.resumed_step or 0
     if time_was_up and prepared.decision.step <= last_step:
         message = f"the job's time was up before a checkpoint behind step {last_step}: "
@@ -393,7 +393,7 @@ def _choose_devices(attempt: Attempt) -> Devices:
     look = devices.survey_devices(attempt.environ)
     chosen = devices.choose_devices(None, attempt.devices, look)
     if chosen.refused:
-        raise NotReady(errors(chosen.findings))
+        raise NotReady(select_errors(chosen.findings))
     return chosen
 
 
@@ -405,7 +405,7 @@ def _spawn_supervisor(
     chosen: Devices,
 ) -> None:
     try:
-        caches = tuple(keys.from_json(cache) for cache in attempt.caches)
+        caches = tuple(keys.parse_cache(cache) for cache in attempt.caches)
     except Misfit as misfit:
         message = f"the caches in {folder.start.name} cannot be read: {misfit}"
         raise not_ready("not-prepared", message, file=str(folder.start)) from None

@@ -43,7 +43,7 @@ class Cost(NamedTuple):
         return f"{last}: {self.lost} of {self.step} steps are lost"
 
 
-def cost(folder: RunFolder) -> Cost:
+def estimate_cost(folder: RunFolder) -> Cost:
     manifest = rundir.read_manifest(folder)
     ranks = manifest.processes or 1
     all_checkpoints = checkpoints.find(str(manifest.backend), manifest.output, ranks=ranks)
@@ -73,10 +73,10 @@ def stop(
     """
     number = max(1, folder.attempts())
     request = StopRequest(attempt=number, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
-    job = slurm.job_of(folder)
+    job = slurm.find_job(folder)
     state = None
     if job is not None:
-        state = slurm.job_state(job)
+        state = slurm.ask_job_state(job)
     if job is not None and state is not None:
         # a job that is queued has no checkpoint to wait for
         if state == "running" and request.is_patient:
@@ -124,7 +124,7 @@ def _stop_evaluation(run: RunFolder) -> ProcessExit | None:
 
     The pipeline that waits for it ends it; if that has gone, it is ended from here.
     """
-    folder = evaluation.evaluation_folder(run)
+    folder = evaluation.find_evaluation_folder(run)
     if not runner.is_alive(folder.path):
         state = overview.read_state(run)
         raise usage("not-running", f"{run.path.name} is not running: {state}", "launch runs")
@@ -156,7 +156,7 @@ def _read_grace(folder: RunFolder) -> runner.Grace:
 
 def _require_can_save(folder: RunFolder) -> None:
     """Raise UsageError if nothing in a training would hear that it is to save."""
-    attempt = follow.newest_attempt(folder)
+    attempt = follow.find_newest_attempt(folder)
     if preemption.save_request(attempt.env, attempt.number) is None:
         name = folder.path.name
         message = f"{name} cannot be asked to save: it runs without the probe"
@@ -182,7 +182,7 @@ def _cancel_job(folder: RunFolder, job: str) -> ProcessExit | None:
 
 def _wait_for_job(folder: RunFolder, job: str) -> ProcessExit | None:
     number = max(1, folder.attempts())
-    while slurm.job_state(job) is not None:
+    while slurm.ask_job_state(job) is not None:
         time.sleep(LONG_POLL_S)
     return runner.read_exit(folder, number)
 
@@ -199,7 +199,7 @@ def _request_stop(folder: RunFolder, request: StopRequest) -> None:
             # a full disk: a signal asks for the same, with the supervisor's own patience
             runner.signal_supervisor(folder, signal.SIGINT)
         except PermissionError:
-            raise rundir.not_writable(folder.path, error.strerror) from None
+            raise rundir.make_not_writable(folder.path, error.strerror) from None
 
 
 def _find_starting_attempt(folder: RunFolder) -> int | None:
@@ -229,7 +229,7 @@ def _is_starting(folder: RunFolder, number: int) -> bool:
 def _end_orphan(folder: RunFolder, request: StopRequest) -> None:
     """Do what a supervisor would that was killed, or hangs."""
     number = request.attempt
-    attempt = follow.newest_attempt(folder)
+    attempt = follow.find_newest_attempt(folder)
     if request.checkpoint:
         _wait_for_save(folder, attempt)
     due = supervisor.Due(attempt)
@@ -260,7 +260,7 @@ def _require_ended(folder: RunFolder) -> None:
     if processes.leader is None or not processes.leader_is_alive:
         return
     pid = processes.leader.pid
-    reason = runner.reason_to_distrust(folder)
+    reason = runner.find_reason_to_distrust(folder)
     if reason is None:
         reason = f"the environment of process {pid} does not name {processes.mark}"
     message = f"{folder.path.name} was not stopped: {reason}"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from launcher.errors import Finding, LaunchError, NotReady, brief, not_ready
+from launcher.errors import Finding, LaunchError, NotReady, not_ready, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, on_finish, standstill, usage
 from launcher.machine import extensions, isolation, process
@@ -62,7 +62,7 @@ def spawn(
     try:
         with (
             rundir.writing(folder.path),
-            process.signal_handlers(handlers),
+            process.install_handlers(handlers),
             runner.open_private_log(folder.supervisor_log) as log,
         ):
             child = subprocess.Popen(
@@ -91,7 +91,7 @@ def spawn(
 
 
 def _build_environment(digest: str | None) -> dict[str, str]:
-    environ = isolation.isolated(os.environ)
+    environ = isolation.isolate(os.environ)
     # this package may run from a folder that nothing else names
     search_path = str(PROJECT)
     if environ.get("PYTHONPATH"):
@@ -107,7 +107,7 @@ def _explain_failure(folder: RunFolder, answer: bytes) -> NotReady:
     with contextlib.suppress(OSError):
         lines = folder.supervisor_log.read_text(errors="replace").splitlines()
         if lines:
-            help = f"its last line: {brief(lines[-1], 300)}"
+            help = f"its last line: {shorten(lines[-1], 300)}"
     message = "the supervisor of the run ended before training began"
     return not_ready("no-keeper", message, help, file=str(folder.path))
 
@@ -120,7 +120,7 @@ def interruptible() -> Iterator[None]:
         signal.SIGTERM: signal.default_int_handler,
     }
     try:
-        with process.signal_handlers(handlers):
+        with process.install_handlers(handlers):
             yield
     except KeyboardInterrupt:
         _interrupt_children()
@@ -135,7 +135,7 @@ def _interrupt_children() -> None:
         process.signal_all([child.pid for child in running], signal.SIGINT)
 
     handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt)
-    with process.signal_handlers(handlers):
+    with process.install_handlers(handlers):
         interrupt()
         for child in running:
             child.wait()
@@ -191,7 +191,7 @@ def main(words: Sequence[str]) -> int:
     # from now on signals are for the command at the end, and a verdict takes seconds
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     ignored = dict.fromkeys(signals, process.ignore_signal)
-    with process.signal_handlers(ignored):
+    with process.install_handlers(ignored):
         return conclude.conclude(folder, attempt, ended, locks=locks, own=True)
 
 
@@ -255,7 +255,7 @@ def _run_training(
 
 
 def _make_hang_detector(command: Command) -> Callable[[runner.Living], bool]:
-    detector = standstill.standstill_of(command.env)
+    detector = standstill.watch_standstill(command.env)
     if detector is None:
         return lambda _: False
     return detector.look

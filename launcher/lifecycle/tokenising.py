@@ -21,7 +21,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.lengths import Lengths
 from launcher.cache import entries, folders, keys
 from launcher.cache.keys import Cache
-from launcher.config.load import spelt
+from launcher.config.load import spell_value
 from launcher.dataset import packed
 from launcher.dataset.packed import PackedRows
 from launcher.errors import Exit, Finding, LaunchError, NotReady, launch_finding
@@ -36,7 +36,7 @@ from launcher.planning.request import Request
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import PROBE_SETTINGS, TOKENISED, Command
 from launcher.runs.rundir import RunFolder
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.verdict import evidence
 from launcher.verdict.ending import find_ending
 
@@ -94,7 +94,7 @@ class Tokenised:
 
     @property
     def size(self) -> int:
-        return 0 if self.place is None else sizes.size_below(self.place, links=True)
+        return 0 if self.place is None else sizes.measure_size(self.place, links=True)
 
     def as_json(self) -> dict[str, Any]:
         content: dict[str, Any] = {
@@ -141,7 +141,7 @@ class Filling:
             return self._describe_entry(entry, "there", 0.0)
         lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
-        with locks.exclusive(lock, waiting=lambda: self.say(waiting)):
+        with locks.hold_exclusive(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
             entry = self._find_entry(cache)
             if entry is not None:
@@ -150,7 +150,7 @@ class Filling:
 
     def _find_entry(self, cache: Cache) -> Path | None:
         """The set that the run would find; None if there is none, or if a part of it is missing."""
-        entry = entries.hit(cache.path, self.plan)
+        entry = entries.find_entry(cache.path, self.plan)
         phase = self.plan.stage.entry.tokenising
         if entry is None or phase is None:
             return entry
@@ -164,8 +164,9 @@ class Filling:
         prefix = ""
         if "dataset_skip_cache" in values:
             prefix = "dataset_"
+        lookup = render_citations(_LOOKS)
         ways = {
-            "skip_cache": f"the run tokenises all over, and looks for no set ({rendered(_LOOKS)})",
+            "skip_cache": f"the run tokenises all over, and looks for no set ({lookup})",
             "cache_mode": "the run looks for its set on the hub, not here",
             "config_hash": "the run takes a set by its name, whatever is there",
         }
@@ -174,7 +175,7 @@ class Filling:
             value = values.get(name)
             if value in (None, False, "local"):
                 continue
-            message = f"`{name}: {spelt(value)}`: {why}"
+            message = f"`{name}: {spell_value(value)}`: {why}"
             help = f"leave {name} out"
             key = f"args.{name}"
             place = self.plan.stage.config.origin(key).place
@@ -184,14 +185,16 @@ class Filling:
         row_lengths: Lengths | None = None
         # no pyarrow in launch's own Python, or other columns: nothing hangs on it
         with contextlib.suppress(LaunchError):
-            row_lengths = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
+            row_lengths = lengths.measure_lengths(entry, pairs=self.plan.stage.schema.pairs)
         return Tokenised(state=state, place=entry, seconds=seconds, lengths=row_lengths)
 
     def _tokenise(self, cache: Cache) -> Tokenised:
         began = time.monotonic()
         redactor = self.plan.redactor
         name = redactor.redact(self.plan.stage.name)
-        self.work = rundir.make_folder(self.request.runs or rundir.runs_root(), "prepare", name)
+        self.work = rundir.make_folder(
+            self.request.runs or rundir.find_runs_root(), "prepare", name
+        )
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with folders.lock((cache,), folder, 1, redactor=redactor) as locks:
@@ -219,7 +222,7 @@ class Filling:
     def _build_command(self, cache: Cache, folder: RunFolder) -> Command:
         """Upstream's script in one process on the CPU, as far as its data are ready."""
         caches = (cache,)
-        completed = plans.completed(self.plan, keys.derived(caches))
+        completed = plans.complete_plan(self.plan, keys.derive_arguments(caches))
         plan = replace(completed, gpus=0, nodes=1)
         stage = plan.stage
         arguments = dict(plan.arguments())
@@ -228,7 +231,7 @@ class Filling:
             if value is not None and name in stage.schema.fields:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
-        cache_env = keys.environment(caches)
+        cache_env = keys.derive_environment(caches)
         built = command.build(plan, self.trainer, folder.path, environ=os.environ, caches=cache_env)
         assert stage.upstream.root is not None
         script = stage.upstream.root / stage.entry.script
@@ -263,7 +266,7 @@ def _find_reason(folder: RunFolder) -> str:
     return why or end.reason or "no reason"
 
 
-def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
+def tokenise_before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     """Tokenise for a script that does not do that itself; returns the start with the data's state.
 
     Raises TokenisingFailed if upstream's script fails, NotReady if the run would not find the data,
@@ -272,7 +275,7 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     plan = prepared.plan
     if plan.stage.entry.tokenising is None:
         return prepared
-    if plans.caches_only(plan.stage, plan.values) is not None:
+    if plans.find_caches_only(plan.stage, plan.values) is not None:
         return prepared
     caches = prepared.start.caches
     filling = Filling(plan, prepared.facts.trainer, prepared.facts.request, say, caches)
@@ -308,7 +311,7 @@ def _count_steps(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared
         cut = _cut_samples(plan, rows, data)
         say(cut.message)
         prepared = replace(prepared, warnings=(*prepared.warnings, cut))
-    steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
+    steps = plans.count_steps(plan.stage, plan.values, rows.rows, plan.global_batch)
     if steps is not None and steps < 1:
         # with `max_train_steps` OLMo-core would begin epochs without a step for ever
         message = f"{rows.samples:,} samples are packed into {rows.rows:,} rows: "
@@ -316,7 +319,7 @@ def _count_steps(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared
         help = "a smaller batch, fewer GPUs, or more data"
         finding = launch_finding("error", "too-few-rows", message, help, key=data)
         raise NotReady(plan.stage.config.placed(finding))
-    if plans.step_limit(plan.stage, plan.values) is not None:
+    if plans.find_step_limit(plan.stage, plan.values) is not None:
         return prepared
     say(
         f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: "

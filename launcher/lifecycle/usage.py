@@ -89,7 +89,7 @@ class UsageThread:
     def _sample_until_over(self) -> None:
         environ = {**self.attempt.environ, **self.attempt.env}
         host = HostMeter()
-        gpus = GpuMeter(usage.visible_gpu_ids(self.attempt.devices, environ))
+        gpus = GpuMeter(usage.list_visible_gpu_ids(self.attempt.devices, environ))
         host.look()
         began = time.monotonic()
         last = began
@@ -108,7 +108,7 @@ class UsageThread:
 
     def _write_sample(self, looks: _Looks) -> None:
         sample = looks.sample(time.time(), self.attempt.number)
-        line = rundir.json_line(sample.as_json())
+        line = rundir.render_json_line(sample.as_json())
         # a full disk, or a folder that is gone: the next line may find room
         with contextlib.suppress(OSError), self.folder.usage.open("a", encoding="utf-8") as stream:
             stream.write(line)

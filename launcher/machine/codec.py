@@ -95,7 +95,7 @@ def as_json(record: Any) -> dict[str, Any]:
 def fit_value(value: object, kind: Any, default: Any = None) -> Any:
     """The value if it fits the type, else the default."""
     try:
-        return reader_of(kind)(value, "", None)
+        return make_reader(kind)(value, "", None)
     except Misfit:
         return default
 
@@ -104,10 +104,10 @@ def note_omission(
     left_out: list[Omission] | None, where: str, value: object, misfit: Misfit
 ) -> None:
     if left_out is not None:
-        left_out.append(Omission(where, shown(value), str(misfit)))
+        left_out.append(Omission(where, describe_value(value), str(misfit)))
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """A value for a message: what kind it is, if it is long."""
     if isinstance(value, Mapping) and value:
         return "an object"
@@ -136,14 +136,14 @@ def _build_field_codecs(kind: Any) -> tuple[_FieldCodec, ...]:
             name=field.name,
             key=field.metadata.get(KEY, field.name),
             required=field.default is MISSING and field.default_factory is MISSING,
-            reader=reader_of(hints[field.name]),
+            reader=make_reader(hints[field.name]),
         )
         codecs.append(codec)
     return tuple(codecs)
 
 
 @lru_cache(maxsize=1024)
-def reader_of(kind: Any) -> Reader:
+def make_reader(kind: Any) -> Reader:
     """A function that converts a value of this type, and raises Misfit for any other."""
     if kind in _SIMPLE:
         return _SIMPLE[kind]
@@ -229,7 +229,7 @@ _SIMPLE: dict[Any, Reader] = {
 
 
 def _make_bounded_reader(kind: Any, bounds: Between) -> Reader:
-    inner = reader_of(kind)
+    inner = make_reader(kind)
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         number = inner(value, where, left_out)
@@ -243,7 +243,7 @@ def _make_bounded_reader(kind: Any, bounds: Between) -> Reader:
 
 
 def _make_union_reader(kinds: Sequence[Any]) -> Reader:
-    readers = [reader_of(kind) for kind in kinds]
+    readers = [make_reader(kind) for kind in kinds]
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         expected = []
@@ -268,7 +268,7 @@ def _make_literal_reader(words: Sequence[Any]) -> Reader:
 
 
 def _make_list_reader(origin: Any, kind: Any) -> Reader:
-    inner = reader_of(kind)
+    inner = make_reader(kind)
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         if not isinstance(value, list | tuple):
@@ -288,7 +288,7 @@ def _make_list_reader(origin: Any, kind: Any) -> Reader:
 
 
 def _make_mapping_reader(kind: Any) -> Reader:
-    inner = reader_of(kind)
+    inner = make_reader(kind)
 
     def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         if not isinstance(value, Mapping):

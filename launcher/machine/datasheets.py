@@ -60,12 +60,12 @@ def find_sheet(name: str | None) -> Card | None:
     return None
 
 
-def card_of(name: str, gib: float | None) -> Card:
+def find_card(name: str, gib: float | None) -> Card:
     sheet = find_sheet(name) or Card()
     return replace(sheet, name=name, gib=gib)
 
 
-def peak_flops(name: str | None) -> float | None:
+def find_peak_flops(name: str | None) -> float | None:
     """The FLOP/s of a GPU in dense bfloat16; None if unknown."""
     sheet = find_sheet(name)
     if sheet is None:
@@ -73,7 +73,7 @@ def peak_flops(name: str | None) -> float | None:
     return sheet.flops
 
 
-def flops_a_token(
+def compute_flops_a_token(
     *, trained: float, frozen: float = 0.0, layers: float, query: float, width: float
 ) -> float:
     """FLOP of one token's forward and backward pass in rows of `width` tokens, as MFU counts it.

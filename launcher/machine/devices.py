@@ -116,7 +116,7 @@ def survey_devices(environ: Mapping[str, str] | None = None) -> Look:
     if environ is None:
         environ = os.environ
     driver = python.ask_driver()
-    slots = visible_slots(driver.gpus, environ)
+    slots = list_visible_slots(driver.gpus, environ)
     uses = {}
     for slot in slots:
         use = _find_use(slot, driver.processes)
@@ -132,7 +132,7 @@ def survey_devices(environ: Mapping[str, str] | None = None) -> Look:
     )
 
 
-def visible_slots(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
+def list_visible_slots(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES shows, read as CUDA does.
 
     A wrong entry hides those after it, a repeated one all (torch `_parse_visible_devices`).
@@ -207,7 +207,7 @@ def _describe_process(process: GpuProcess) -> str:
     return f"pid {process.pid} ({', '.join(details)})"
 
 
-def slots_named(text: str | None) -> tuple[str, ...] | None:
+def parse_slots(text: str | None) -> tuple[str, ...] | None:
     """The parts of `--devices 2,3`. Raises UsageError for one that is no GPU, or repeated."""
     if text is None:
         return None

@@ -98,7 +98,7 @@ class Repository:
 
 def _build_environment() -> dict[str, str]:
     environ = {}
-    for name, value in isolation.isolated(os.environ).items():
+    for name, value in isolation.isolate(os.environ).items():
         # inside a git hook these name another repository
         if not name.startswith("GIT_"):
             environ[name] = value

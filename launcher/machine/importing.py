@@ -19,7 +19,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
     `file` and `line` are outside of Python's own files.
     """
-    root = root_of(error)
+    root = find_root_error(error)
     message = str(root)
     file = None
     line = None
@@ -38,14 +38,14 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
         "message": " ".join(message.split()),
         "file": file,
         "line": line,
-        "missing": missing_module(root),
+        "missing": find_missing_module(root),
     }
 
 
-def root_of(error: BaseException) -> BaseException:
+def find_root_error(error: BaseException) -> BaseException:
     cause: BaseException | None = error
     while cause is not None:
-        if missing_module(cause) is not None:
+        if find_missing_module(cause) is not None:
             return cause
         inner = cause.__cause__
         if inner is None and isinstance(cause, ImportError) and not cause.__suppress_context__:
@@ -64,7 +64,7 @@ def is_of_python(path: str) -> bool:
     return path.startswith(os.path.dirname(os.__file__) + os.sep)
 
 
-def missing_module(error: BaseException) -> str | None:
+def find_missing_module(error: BaseException) -> str | None:
     """The top-level module that an error says is missing, if it cannot be found."""
     if not isinstance(error, ModuleNotFoundError):
         return None

@@ -16,7 +16,7 @@ HEAD = 'import sys\nsys.path[:] = [entry for entry in sys.path if entry != ""]\n
 _SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
-def changes(environ: Mapping[str, str]) -> dict[str, str]:
+def list_changes(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables to set so that a Python started with `environ` is isolated.
 
     A relative entry that the user wrote into PYTHONPATH stays.
@@ -30,8 +30,8 @@ def changes(environ: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def isolated(environ: Mapping[str, str]) -> dict[str, str]:
-    return {**environ, **changes(environ)}
+def isolate(environ: Mapping[str, str]) -> dict[str, str]:
+    return {**environ, **list_changes(environ)}
 
 
 def find_program(name: str, environ: Mapping[str, str] | None = None) -> str | None:

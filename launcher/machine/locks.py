@@ -35,7 +35,7 @@ def try_lock(descriptor: int, *, shared: bool = False, seconds: float = 0.0) -> 
 
 
 @contextlib.contextmanager
-def exclusive(
+def hold_exclusive(
     path: Path, *, taken: Finding | None = None, waiting: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Hold a lock file inside. If another process holds it, raise NotReady with `taken`.

@@ -36,7 +36,7 @@ def ignore_signal(_number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def signal_handlers(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None]:
+def install_handlers(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None]:
     """Install handlers, and restore those before at the end."""
     before = {}
     for number, handler in handlers.items():
@@ -245,7 +245,7 @@ def _find_ancestors(table: Mapping[int, _ProcessRow], pid: int) -> Iterator[int]
         pid = table[pid].parent
 
 
-def descendants(pid: int) -> frozenset[int]:
+def find_descendants(pid: int) -> frozenset[int]:
     """The living processes below one, as far as their parents live."""
     living = {row.pid: row for row in _read_table().values() if not row.is_dead}
     return frozenset(_find_descendants(living, [pid]))
@@ -306,7 +306,7 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def live_marks() -> frozenset[str]:
+def find_live_marks() -> frozenset[str]:
     """The run folders that living processes were started for."""
     marks = set[str]()
     for row in _read_table().values():
@@ -320,10 +320,10 @@ def live_marks() -> frozenset[str]:
 
 def run_mark(pid: int) -> str | None:
     """The run folder that a process was started for; None without one, or if unreadable."""
-    return variable_of(pid, MARK)
+    return read_variable(pid, MARK)
 
 
-def variable_of(pid: int, name: str) -> str | None:
+def read_variable(pid: int, name: str) -> str | None:
     """A variable in the environment that a process was started with; None if unreadable."""
     prefix = os.fsencode(f"{name}=")
     for word in _read_words(pid, "environ"):
@@ -332,7 +332,7 @@ def variable_of(pid: int, name: str) -> str | None:
     return None
 
 
-def command_line(pid: int) -> list[str]:
+def read_command_line(pid: int) -> list[str]:
     """The words of a process; none if they cannot be read."""
     words = [os.fsdecode(word) for word in _read_words(pid, "cmdline")]
     if not any(words):

@@ -16,7 +16,7 @@ from launcher.files import parse_line
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, tools
 from launcher.machine.git import Repository
-from launcher.paths import expanded
+from launcher.paths import expand_user
 
 if TYPE_CHECKING:
     from xml.etree import ElementTree
@@ -223,7 +223,7 @@ def _parse_mib(text: str | None) -> int:
     return int(number)
 
 
-def git_version(root: Path, below: str = ".") -> str | None:
+def read_git_version(root: Path, below: str = ".") -> str | None:
     """The commit checked out in `root`, `+edited` if tracked files under `below` differ from it."""
     repository = Repository(root)
     answer = repository.ask("rev-parse", "HEAD", "--show-toplevel") or ""
@@ -268,7 +268,7 @@ def find_interpreter(named: Path | None, environ: Mapping[str, str]) -> Interpre
     if choice is None:
         return None
     python, source = choice
-    python = expanded(python).absolute()
+    python = expand_user(python).absolute()
     answer = _ask_python(python, source, _PATH_QUESTION, "did not answer")
     return Interpreter(python=python, source=source, path=_list_folders(answer["path"]))
 
@@ -276,7 +276,7 @@ def find_interpreter(named: Path | None, environ: Mapping[str, str]) -> Interpre
 def _find_named_python(named: Path | None, environ: Mapping[str, str]) -> tuple[Path, str] | None:
     if named is not None:
         # links stay: a virtual environment is identified by the link, not by its target
-        program = isolation.find_program(str(expanded(named)))
+        program = isolation.find_program(str(expand_user(named)))
         return Path(program or named), "--python"
     variable = environ.get("LAUNCH_PYTHON")
     if variable:
@@ -286,7 +286,7 @@ def _find_named_python(named: Path | None, environ: Mapping[str, str]) -> tuple[
 
 def _find_python_of_variable(text: str) -> Path:
     """A name without a folder is searched for in PATH alone. Raises NotReady."""
-    program = isolation.find_program(str(expanded(text)))
+    program = isolation.find_program(str(expand_user(text)))
     if program is not None and (os.sep in text or os.path.isabs(program)):
         return Path(program)
     if os.sep in text:
@@ -298,7 +298,7 @@ def _find_python_of_variable(text: str) -> Path:
 
 def ask_trainer(python: Path, source: str) -> Trainer:
     """The version and packages of a Python. Raises NotReady if it does not run."""
-    python = expanded(python).absolute()
+    python = expand_user(python).absolute()
     data = _ask_python(python, source, _QUESTION, "did not list its packages")
     return Trainer(
         python=python,
@@ -322,7 +322,7 @@ def _ask_python(python: Path, source: str, question: str, silent: str) -> dict[s
     data: dict[str, Any] = {}
     fault = "does not run"
     argv = [str(python), "-c", question]
-    environ = isolation.isolated(os.environ)
+    environ = isolation.isolate(os.environ)
     try:
         answer = tools.run_tool(argv, environ=environ, seconds=PYTHON_LIMIT_S)
         # a site file may print something of its own first

@@ -8,7 +8,7 @@ from pathlib import Path
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def size_below(path: Path, *, links: bool = False) -> int:
+def measure_size(path: Path, *, links: bool = False) -> int:
     """Bytes of a file, or of all readable files below a folder; `links` are followed."""
     ask = os.stat if links else os.lstat
     total = 0
@@ -27,7 +27,7 @@ def _find_files_below(path: Path) -> Iterator[str]:
             yield os.path.join(folder, name)
 
 
-def sized(count: float) -> str:
+def format_size(count: float) -> str:
     """Bytes in words: `512 B`, `3 KiB`, `1.5 GiB`."""
     size = float(count)
     unit = 0

@@ -69,7 +69,7 @@ def limit_s() -> float:
     return seconds
 
 
-def silent() -> list[str]:
+def describe_silences() -> list[str]:
     """A sentence for each tool that did not answer this command."""
     return [str(silence) for silence in _find_recent_silences().values()]
 
@@ -173,7 +173,7 @@ def _kill_tool(child: subprocess.Popen[bytes]) -> None:
     """Kill a tool and what it started; one that the kernel does not release (state D) is left."""
     import subprocess
 
-    started = process.descendants(child.pid)
+    started = process.find_descendants(child.pid)
     process.signal_group(child.pid, signal.SIGKILL)
     process.signal_all(started, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -157,7 +157,7 @@ def _list_names(folder: int, budget: Budget) -> list[str]:
     return sorted(names)
 
 
-def same_place(first: Path, second: Path) -> bool:
+def is_same_place(first: Path, second: Path) -> bool:
     """Whether two paths are one folder: by name, or by what lies there (case, bind mounts)."""
     if first == second:
         return True
@@ -173,4 +173,4 @@ def is_within(path: Path, folder: Path) -> bool:
         return True
     if not os.path.exists(folder):
         return False
-    return any(same_place(above, folder) for above in (path, *path.parents))
+    return any(is_same_place(above, folder) for above in (path, *path.parents))

@@ -161,7 +161,9 @@ class GpuMeter:
             self.nvml.nvmlShutdown()
 
 
-def visible_gpu_ids(devices: Sequence[str], environ: Mapping[str, str]) -> Sequence[str] | None:
+def list_visible_gpu_ids(
+    devices: Sequence[str], environ: Mapping[str, str]
+) -> Sequence[str] | None:
     """The ids of the GPUs that a training has: its own, else those that its environment shows.
 
     None for all of the machine; empty on the CPU.

@@ -1,4 +1,4 @@
 """Which checkouts and commits there are, what another one would change, and how it becomes the pin.
 
-Start with `pin.status`, `difference.between` and `move.move.move`.
+Start with `pin.read_status`, `difference.compare_commits` and `move.move.move`.
 """

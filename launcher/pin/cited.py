@@ -49,7 +49,7 @@ def find_citations(root: Path) -> list[Citing]:
         if _EVIDENCE in path.parts or name in _ABOUT_CITATIONS:
             continue
         for line, text in _list_texts(path):
-            for citation in citations.citations(text):
+            for citation in citations.find_citations(text):
                 cited.add(Citing(name, line, citation))
     return sorted(cited)
 
@@ -89,7 +89,7 @@ def _list_strings(text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def in_package(cited: Sequence[Citing], package: str) -> list[str]:
+def select_package(cited: Sequence[Citing], package: str) -> list[str]:
     """The citations of one package, each once, sorted."""
     names = {citing.citation for citing in cited}
     return sorted(name for name in names if name.startswith(f"{package}/"))
@@ -116,16 +116,16 @@ class Tables:
         return head + ",\n".join(parts) + "\n}\n}\n"
 
 
-def commits_of_rules() -> tuple[str, ...]:
+def list_commits_of_rules() -> tuple[str, ...]:
     """The commits that have a table: the baseline, those that `reviewed` names, the known ones."""
     backend = BACKENDS[PACKAGE]
     names = {release.version for release in backend.KNOWN}
-    for rule in rules_of(PACKAGE):
-        names.update(citations.reviews_of(rule))
+    for rule in list_rules(PACKAGE):
+        names.update(citations.list_reviews(rule))
     return (backend.BASELINE, *sorted(names - {backend.BASELINE}))
 
 
-def rules_of(backend: str) -> list[Callable[..., object]]:
+def list_rules(backend: str) -> list[Callable[..., object]]:
     """Every rule about a backend's scripts, each once."""
     rules: list[Callable[..., object]] = []
     for key in BACKENDS[backend].STAGES:
@@ -133,7 +133,9 @@ def rules_of(backend: str) -> list[Callable[..., object]]:
     return list(dict.fromkeys(rules))
 
 
-def later_than(pin: str, commits: Iterable[str], repository: Repository) -> tuple[str, ...]:
+def select_later_commits(
+    pin: str, commits: Iterable[str], repository: Repository
+) -> tuple[str, ...]:
     """Those of some commits that come after the pin."""
     later: list[str] = []
     for commit in sorted(commits):
@@ -159,15 +161,15 @@ def take_tables(
     """
     by_release: dict[str, Table] = {}
     problems: list[str] = []
-    named = in_package(cited, PACKAGE)
+    named = select_package(cited, PACKAGE)
     for commit, tree in commits.items():
-        by_release[f"{PACKAGE} {commit}"] = citations.table({PACKAGE: tree}, named)
+        by_release[f"{PACKAGE} {commit}"] = citations.build_table({PACKAGE: tree}, named)
     for package in _list_other_packages(cited):
-        named = in_package(cited, package)
+        named = select_package(cited, package)
         kept = _find_release(package, old)
         current = _find_release(package, trees)
         if current is not None and kept in {None, current}:
-            by_release[current] = citations.table({package: trees[current]}, named)
+            by_release[current] = citations.build_table({package: trees[current]}, named)
             continue
         table = {} if kept is None else old[kept]
         if kept is not None:
@@ -191,7 +193,7 @@ def _find_release(package: str, releases: Iterable[str]) -> str | None:
     return None
 
 
-def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
+def find_installed(cited: Sequence[Citing]) -> dict[str, Tree]:
     """The cited packages that are installed here, by release."""
     trees: dict[str, Tree] = {}
     for package in _list_other_packages(cited):
@@ -206,15 +208,15 @@ def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
 _DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
 
 
-def stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Citing]:
+def find_stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Citing]:
     """What is cited of open-instruct and is in no table of the pin or of known commits after it.
 
     What a rule cites may be gone where somebody has confirmed the rule at the pin.
     """
     accounted: set[str] = set()
-    for rule in rules_of(PACKAGE):
-        if any(pin.startswith(name) for name in citations.reviews_of(rule)):
-            accounted.update(citations.of_rule(rule))
+    for rule in list_rules(PACKAGE):
+        if any(pin.startswith(name) for name in citations.list_reviews(rule)):
+            accounted.update(citations.list_of_rule(rule))
     for table in tables:
         accounted.update(table)
     gone = []

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from launcher.config import load, pipeline
 from launcher.config.load import Config
-from launcher.errors import Exit, Finding, InvalidConfig, brief, errors
+from launcher.errors import Exit, Finding, InvalidConfig, select_errors, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import Repository
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.pin import functions, pin
 from launcher.pin.functions import BehaviourDifference, FunctionDifference
 from launcher.pin.pin import PACKAGE, Commits, describe
 from launcher.stage import unused
-from launcher.stage.stage import Judged, backend_of, judge_stage_file
+from launcher.stage.stage import Judged, find_backend, judge_stage_file
 from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Schema
-from launcher.upstream.trainers import BACKENDS, entry_of
+from launcher.upstream.trainers import BACKENDS, find_entry
 
 BACKEND = BACKENDS["open_instruct"]
 # goes into the keys of cached data sets
@@ -76,7 +76,7 @@ class Revision:
 
     def past(self, script: str) -> _Past:
         return functools.partial(
-            history.changes_of_argument, script=script, repository=self.repository, head=self.commit
+            history.find_changes, script=script, repository=self.repository, head=self.commit
         )
 
     def as_json(self) -> dict[str, object]:
@@ -110,8 +110,8 @@ class ArgumentDifference:
     why: str | None = None
 
     def __str__(self) -> str:
-        before = brief(self.before, _WIDE)
-        after = brief(self.after, _WIDE)
+        before = shorten(self.before, _WIDE)
+        after = shorten(self.after, _WIDE)
         match self.what:
             case "renamed" | "removed":
                 text = self.why or self.what
@@ -161,7 +161,7 @@ class ConfigDifference:
     def worse(self) -> bool:
         """Whether an error appeared, or the file cannot be judged at NEW any more."""
         lost = self.valid[0] is not None and self.valid[1] is None
-        return lost or bool(errors(self.appeared))
+        return lost or bool(select_errors(self.appeared))
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -223,7 +223,7 @@ class CommitDifference:
         }
 
 
-def between(
+def compare_commits(
     commits: Commits, paths: Sequence[Path] = (), *, stage: str | None = None
 ) -> CommitDifference:
     """Compare two commits, and what they mean for the stage files `paths`.
@@ -240,7 +240,7 @@ def between(
         # a further script of a stage that only the newer commit has is no loss of anything
         if not entry.stage or key in old.schemas:
             stages[key] = _compare_stage(key, old, new)
-    ahead, behind = pin.distance(repository, commits.old, commits.new)
+    ahead, behind = pin.count_commits_between(repository, commits.old, commits.new)
     return CommitDifference(
         repository=repository.root,
         shallow=repository.is_shallow(),
@@ -259,14 +259,14 @@ def _load_configs(paths: Sequence[Path]) -> list[Config]:
     faults: list[Finding] = []
     for path in paths:
         try:
-            configs[canonical(path), ()] = load.load(path)
+            configs[resolve_path(path), ()] = load.load(path)
         except InvalidConfig as error:
             if {finding.code for finding in error.findings} != {load.PIPELINE}:
                 faults += error.findings
                 continue
             for link in pipeline.load(path).links:
                 overrides = link.texts()
-                key = (canonical(link.config), tuple(overrides))
+                key = (resolve_path(link.config), tuple(overrides))
                 configs[key] = load.load(link.config, overrides)
     if faults:
         raise InvalidConfig(faults)
@@ -274,7 +274,7 @@ def _load_configs(paths: Sequence[Path]) -> list[Config]:
 
 
 def _read_revision(repository: Repository, commit: str, name: str) -> Revision:
-    source = locate.at_commit(repository, commit)
+    source = locate.read_commit(repository, commit)
     locator = Locator.of(source)
     schemas: dict[str, Schema] = {}
     unreadable: dict[str, str] = {}
@@ -315,14 +315,14 @@ def _compare_stage(stage: str, old: Revision, new: Revision) -> StageDifference:
     past_of_old = old.past(entry.script)
     past_of_new = new.past(entry.script)
     changes = _ArgumentPairs(first, second, past_of_old, past_of_new).compare()
-    old_functions = functions.on_path(old.locator.find(BACKEND.NAME), entry, first)
-    new_functions = functions.on_path(new.locator.find(BACKEND.NAME), entry, second)
+    old_functions = functions.find_reached_functions(old.locator.find(BACKEND.NAME), entry, first)
+    new_functions = functions.find_reached_functions(new.locator.find(BACKEND.NAME), entry, second)
     return replace(
         difference,
         reads_compared=bool(first.path.reads and second.path.reads),
         changes=tuple(changes),
         functions=functions.compare(old_functions, new_functions),
-        behaviours=functions.behaviours(first, second),
+        behaviours=functions.compare_behaviours(first, second),
     )
 
 
@@ -358,7 +358,7 @@ class _ArgumentPairs:
                 yield ArgumentDifference(
                     name=name,
                     what="added",
-                    after=f"{field.type} = {shown_default(field)}",
+                    after=f"{field.type} = {describe_default(field)}",
                     new=field.where,
                     why=_explain_change(self.past_of_new(name), gone=False),
                 )
@@ -402,14 +402,14 @@ def _follow_renames(
     """Each name that lives on under another one of `others`, with that one."""
     for name in names:
         events = past(name)
-        to = history.called_now(events[0], past, others) if events else None
+        to = history.find_present_name(events[0], past, others) if events else None
         if to is not None:
             yield name, to
 
 
 def _explain_change(events: Sequence[history.ArgumentChange], *, gone: bool) -> str | None:
     """How a name went away or came, for people; None if NEW is the older commit."""
-    return history.sentence(events[0]) if events and events[0].gone == gone else None
+    return history.describe_event(events[0]) if events and events[0].gone == gone else None
 
 
 def _find_new_name(old: Field, new: Field) -> str | None:
@@ -422,8 +422,8 @@ def _compare_fields(old: Field, new: Field) -> Iterator[ArgumentDifference]:
     )
     if _describe_accepted(old) != _describe_accepted(new):
         yield replace(change, before=_render_type(old), after=_render_type(new))
-    before = shown_default(old)
-    after = shown_default(new)
+    before = describe_default(old)
+    after = describe_default(new)
     if before != after:
         yield replace(change, what="default", before=before, after=after)
 
@@ -440,7 +440,7 @@ def _render_type(field: Field) -> str:
     return f"{field.type} ({', '.join(map(str, field.choices))})"
 
 
-def shown_default(field: Field) -> str:
+def describe_default(field: Field) -> str:
     if field.required:
         return "required"
     if field.default_text is not None:
@@ -460,7 +460,7 @@ def _judge_both(
     stage: str | None,
 ) -> ConfigDifference:
     difference = ConfigDifference(path=config.path, stage=None)
-    if backend_of(config) != BACKEND.NAME:
+    if find_backend(config) != BACKEND.NAME:
         return replace(difference, reason="for another backend than open-instruct")
     judged: list[Judged] = []
     reasons: list[str] = []
@@ -472,7 +472,7 @@ def _judge_both(
             valid.append(None)
         else:
             judged.append(side)
-            valid.append(not errors(side.findings))
+            valid.append(not select_errors(side.findings))
     if judged:
         difference = replace(difference, stage=judged[0].stage)
     difference = replace(difference, valid=tuple(valid))
@@ -527,18 +527,18 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
     args = new.config.args
     if args.get(change.name) is not None or args.get(to) is not None:
         return False
-    entry = entry_of(new.schema)
+    entry = find_entry(new.schema)
     derived = {*entry.derived, entry.names.output, "do_not_randomize_output_dir"}
     if new.options is not None and new.options.batch is not None:
         derived |= {entry.names.per_device, entry.names.accumulation}
     if to in derived:
         return False
-    if unused.acts(old.values, entry_of(old.schema), change.name):
+    if unused.may_be_read(old.values, find_entry(old.schema), change.name):
         return True
-    return unused.acts(new.values, entry, to)
+    return unused.may_be_read(new.values, entry, to)
 
 
-def lines(difference: CommitDifference, *, everything: bool = False) -> list[str]:
+def render_difference(difference: CommitDifference, *, everything: bool = False) -> list[str]:
     """The answer for people; each change has its line without stage files, or with `everything`."""
     everything = everything or not difference.configs
     lines = list(_render_head(difference))
@@ -552,9 +552,9 @@ def lines(difference: CommitDifference, *, everything: bool = False) -> list[str
             changed[key] = stage.functions
             behaviours[key] = stage.behaviours
     if changed:
-        lines += ["", *functions.lines(changed, everything=everything)]
+        lines += ["", *functions.render_functions(changed, everything=everything)]
     if any(behaviours.values()):
-        lines += ["", *functions.behaviour_lines(behaviours)]
+        lines += ["", *functions.render_behaviours(behaviours)]
     if difference.cache_moved:
         versions = f"{difference.old.cache or 'none'} -> {difference.new.cache or 'none'}"
         lines += ["", f"dataset cache: version {versions}: every dataset is tokenised again"]
@@ -564,7 +564,7 @@ def lines(difference: CommitDifference, *, everything: bool = False) -> list[str
 def _render_head(difference: CommitDifference) -> Iterator[str]:
     yield f"old  {difference.old.title}"
     yield f"new  {difference.new.title}"
-    steps = pin.counts(difference.ahead, difference.behind)
+    steps = pin.describe_distance(difference.ahead, difference.behind)
     if steps is not None:
         yield f"     {steps}"
     if difference.shallow:

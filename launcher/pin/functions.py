@@ -49,15 +49,15 @@ class BehaviourDifference:
 _Difference = TypeVar("_Difference", FunctionDifference, BehaviourDifference)
 
 
-def on_path(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reached]:
+def find_reached_functions(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reached]:
     """The functions that an entry script reaches in a source; nothing if it cannot be followed."""
     sources = Sources(source.packages)
     try:
-        classes = reads.entry_classes(sources, entry.script)
+        classes = reads.find_entry_classes(sources, entry.script)
     except LookupError:
         classes = list(entry.classes)
     try:
-        return reached.functions_on_path(
+        return reached.find_functions_on_path(
             sources, entry.script, classes, schema.fields, entry.recorders
         )
     except (LookupError, RecursionError, SyntaxError, ValueError):
@@ -112,10 +112,10 @@ def _render_place(function: Reached | None) -> str | None:
     return f"{file}:{function.line}"
 
 
-def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
+def compare_behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
     """The behaviours of `behaviour.BEHAVIOURS` in which two commits differ for one entry script."""
     differences = []
-    for described in behaviour.of_script(new.key):
+    for described in behaviour.list_behaviours(new.key):
         name = described.name
         first = old.does(name)
         second = new.does(name)
@@ -125,7 +125,7 @@ def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
     return tuple(differences)
 
 
-def lines(
+def render_functions(
     by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool
 ) -> Iterator[str]:
     """The section for people: each function once, with the stages that reach it."""
@@ -165,7 +165,7 @@ def _render_diff(difference: FunctionDifference) -> Iterator[str]:
         yield f"      ... {more} more lines (--format json has them all)"
 
 
-def behaviour_lines(by_stage: Mapping[str, tuple[BehaviourDifference, ...]]) -> Iterator[str]:
+def render_behaviours(by_stage: Mapping[str, tuple[BehaviourDifference, ...]]) -> Iterator[str]:
     """What launch knows of the change: each behaviour once, with the stages that it is about."""
     stages = _list_stages(by_stage)
     if not stages:

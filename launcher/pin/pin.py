@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.errors import Exit, Finding, NotReady, UsageError, launch_finding, not_ready, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import Repository
-from launcher.paths import canonical, exists, expanded
+from launcher.paths import exists, expand_user, resolve_path
 from launcher.upstream import locate
 from launcher.upstream.trainers import BACKENDS
 
@@ -81,7 +81,8 @@ class CheckoutStatus:
         yield f"{word:<5} {self.path}  ({self.source}): {self.standing()}"
         if self.commit is not None:
             yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
-            yield f"      {counts(self.ahead, self.behind) or 'the pin is not among its objects'}"
+            distance = describe_distance(self.ahead, self.behind)
+            yield f"      {distance or 'the pin is not among its objects'}"
         elif self.state == "checkout":
             yield "      without a git history of its own"
         if self.edited_files:
@@ -111,8 +112,8 @@ class Status:
 
     @property
     def submodule(self) -> CheckoutStatus:
-        own = canonical(locate.SUBMODULE)
-        return next(place for place in self.places if canonical(place.path) == own)
+        own = resolve_path(locate.SUBMODULE)
+        return next(place for place in self.places if resolve_path(place.path) == own)
 
     @property
     def used(self) -> CheckoutStatus | None:
@@ -176,7 +177,7 @@ class Status:
         return lines
 
 
-def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
+def read_status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
     """Look at every documented place, in the order in which launch looks for a checkout.
 
     Raises nothing for what is there: a named place that cannot be used is `Status.fault`.
@@ -188,10 +189,10 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
     except NotReady as error:
         fault = error.findings[0]
     places: dict[Path, CheckoutStatus] = {}
-    for path, source in locate.checkout_places(checkout, environ):
-        place = canonical(path)
+    for path, source in locate.list_checkout_places(checkout, environ):
+        place = resolve_path(path)
         if place not in places:
-            is_used = used is not None and place == canonical(used)
+            is_used = used is not None and place == resolve_path(used)
             places[place] = _inspect_place(path, source, used=is_used)
     return Status(places=tuple(places.values()), fill=_build_fill_command(), fault=fault)
 
@@ -207,12 +208,12 @@ def _build_fill_command() -> str | None:
 
 def get_checkout() -> str:
     """The command that brings the pin here."""
-    commands = status(None, {}).next
+    commands = read_status(None, {}).next
     return commands[0] if commands else "git submodule update --init external/open-instruct"
 
 
 def _inspect_place(path: Path, source: str, *, used: bool) -> CheckoutStatus:
-    place = CheckoutStatus(path=path, source=source, used=used, state=locate.state_of(path))
+    place = CheckoutStatus(path=path, source=source, used=used, state=locate.examine_place(path))
     if place.state != "checkout":
         return place
     located = locate.locate("open_instruct", checkout=path, environ={})
@@ -223,7 +224,7 @@ def _inspect_place(path: Path, source: str, *, used: bool) -> CheckoutStatus:
         return place
     date, subject = describe(repository, commit)
     edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
-    ahead, behind = distance(repository, PIN, commit)
+    ahead, behind = count_commits_between(repository, PIN, commit)
     return replace(
         place,
         commit=commit,
@@ -243,7 +244,7 @@ def _suggest_commands(status: Status) -> Iterator[str]:
             # the place that was named is none, another one is
             yield f"export LAUNCH_OPEN_INSTRUCT={_quote(others[0].path)}"
         # none is usual in a test
-        usual = expanded(locate.FOUND_IN[-1]) if locate.FOUND_IN else status.places[-1].path
+        usual = expand_user(locate.FOUND_IN[-1]) if locate.FOUND_IN else status.places[-1].path
         place = _quote(usual)
         yield status.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
         return
@@ -302,7 +303,7 @@ def find_commits(
 
 
 def _find_repository(checkout: Path | None, environ: Mapping[str, str]) -> Repository:
-    places = [path for path, _ in locate.checkout_places(checkout, environ)]
+    places = [path for path, _ in locate.list_checkout_places(checkout, environ)]
     if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
         places = places[:1]
     for path in places:
@@ -318,9 +319,9 @@ def _is_own(repository: Repository) -> bool:
     """Whether a folder is a repository: an empty one inside another would answer for that one."""
     if not exists(repository.root):
         return False
-    own = canonical(repository.root)
+    own = resolve_path(repository.root)
     for folder in (repository.top(), repository.ask("rev-parse", "--absolute-git-dir")):
-        if folder and canonical(Path(folder)) == own:
+        if folder and resolve_path(Path(folder)) == own:
             return True
     return False
 
@@ -357,7 +358,9 @@ def describe(repository: Repository, commit: str) -> tuple[str | None, str | Non
     return date, subject
 
 
-def distance(repository: Repository, old: str, new: str) -> tuple[int | None, int | None]:
+def count_commits_between(
+    repository: Repository, old: str, new: str
+) -> tuple[int | None, int | None]:
     """How many commits `new` is ahead of `old` and behind it; None if one is not there."""
     answer = repository.ask("rev-list", "--left-right", "--count", f"{old}...{new}", "--")
     match (answer or "").split():
@@ -366,7 +369,7 @@ def distance(repository: Repository, old: str, new: str) -> tuple[int | None, in
     return None, None
 
 
-def counts(ahead: int | None, behind: int | None) -> str | None:
+def describe_distance(ahead: int | None, behind: int | None) -> str | None:
     return None if ahead is None else f"{ahead} commit(s) ahead, {behind} behind"
 
 

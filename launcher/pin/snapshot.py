@@ -30,7 +30,7 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
     packages = {name: tree for name, tree in source.packages.items() if isinstance(tree, Folder)}
     if source.root is None:
         raise LookupError(f"there is no source of {backend} here to take a snapshot of")
-    return _take_facts(backend, packages, locate.version_of(backend, packages))
+    return _take_facts(backend, packages, locate.find_version(backend, packages))
 
 
 def take_at(repository: Repository, commit: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _take_facts(backend: str, packages: Mapping[str, Tree], version: str) -> dic
         if path is None:
             raise LookupError("olmo_core is not installed, and the dataclasses use types of it")
         foreign["olmo_core"] = Folder(path)
-        versions["ai2_olmo_core"] = locate.package_version(path.parent, "ai2_olmo_core")
+        versions["ai2_olmo_core"] = locate.find_package_version(path.parent, "ai2_olmo_core")
     digests: dict[str, str] = {}
     stages: list[str] = []
     for name, entry in module.STAGES.items():
@@ -77,7 +77,7 @@ def _take_facts(backend: str, packages: Mapping[str, Tree], version: str) -> dic
 
 def write(release: Release, data: Mapping[str, Any]) -> None:
     """The commit-ready file of a snapshot."""
-    (FOLDER / release.snapshot).write_text(written(data) + "\n", encoding="utf-8")
+    (FOLDER / release.snapshot).write_text(render_snapshot(data) + "\n", encoding="utf-8")
 
 
 def remove_others(backend: str) -> None:
@@ -88,7 +88,7 @@ def remove_others(backend: str) -> None:
             path.unlink()
 
 
-def templates_of(package: Path) -> dict[str, str]:
+def list_templates(package: Path) -> dict[str, str]:
     """The names of the chat templates with a training template in a TRL package, by digest."""
     source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
     replaced = re.findall(
@@ -106,7 +106,7 @@ def write_templates(table: Mapping[str, str]) -> None:
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
-def written(data: Mapping[str, object]) -> str:
+def render_snapshot(data: Mapping[str, object]) -> str:
     """The JSON, one fact a line: differences between two snapshots can be read."""
     parts = {}
     for key, value in data.items():

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from launcher.errors import InvalidConfig
 from launcher.plan.footprint import Footprint
-from launcher.plan.plan import Plan, arguments
+from launcher.plan.plan import Plan, combine_arguments
 from launcher.rules.model import LIGER_MODELS
-from launcher.stage.batch import divisors
-from launcher.stage.options import deepspeed_file
+from launcher.stage.batch import find_divisors
+from launcher.stage.options import find_deepspeed_file
 from launcher.upstream.schema import Values
 
 
@@ -71,13 +71,13 @@ def _change_footprint(footprint: Footprint, changes: dict[str, Any]) -> Footprin
         return None
     deepspeed = changes.pop("deepspeed", None)
     if deepspeed is not None:
-        file = deepspeed_file(deepspeed)
+        file = find_deepspeed_file(deepspeed)
         options = replace(stage.options, deepspeed=file, deepspeed_name=deepspeed)
         stage = replace(stage, options=options)
     changed_plan = replace(
         plan,
         stage=stage,
-        values=Values(stage.schema, {**arguments(stage, plan.derived), **changes}),
+        values=Values(stage.schema, {**combine_arguments(stage, plan.derived), **changes}),
         per_device=per_device,
         gpus=gpus,
         nodes=nodes,
@@ -109,17 +109,17 @@ def _suggest_smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
     names = entry.names
     batch = plan.stage.options.batch
     rows = plan.per_device * plan.accumulation
-    smaller = [size for size in divisors(rows) if size < plan.per_device]
+    smaller = [size for size in find_divisors(rows) if size < plan.per_device]
     # a search through all of them would take long where the batch is large
     for size in reversed([*smaller[:1], *smaller[1:][-8:]]):
         words = f"`per_device: {size}`"
         if batch is None or batch.total is None:
             words = f"`{names.per_device}: {size}` and `{names.accumulation}: {rows // size}`"
-        args, also = without_packing(plan, size)
+        args, also = drop_packing(plan, size)
         yield Alternative(words + also, {"per_device": size, **args})
 
 
-def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
+def drop_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
     """The arguments that go with a micro-batch too small to pack where the file packs, and in
     words.
     """

@@ -14,7 +14,7 @@ from launcher.config.points import DEFAULTS, POINTS
 from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
-from launcher.plan.plan import Plan, caches_only, model_in, output_folder
+from launcher.plan.plan import Plan, find_caches_only, find_model_in, find_output_folder
 from launcher.redaction import Redactor
 from launcher.runs import rendezvous
 from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
@@ -134,7 +134,7 @@ def build(
         argv.append(str(script))
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
     files: dict[str, str] = {}
-    content = config_file(plan.file_arguments())
+    content = render_config_file(plan.file_arguments())
     if content:
         config = str(RunFolder(folder).trainer_config(attempt))
         files[config] = content
@@ -158,7 +158,7 @@ def _find_expected_root(plan: Plan, trainer: Trainer) -> Path:
     return Path("site-packages").absolute()
 
 
-def config_file(arguments: Mapping[str, Any]) -> str:
+def render_config_file(arguments: Mapping[str, Any]) -> str:
     """The text of a config file with these arguments
     (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load]); empty without
     any.
@@ -170,7 +170,7 @@ def config_file(arguments: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(arguments), sort_keys=False, width=100)
 
 
-def secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
+def find_secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
     """The arguments with a secret that a config file would hold."""
     config = plan.stage.config
     redactor = Redactor.of(environ, config.borrowed)
@@ -205,7 +205,7 @@ def _build_accelerate_options(plan: Plan) -> list[str]:
         # --cpu starts a process that knows of no other
         # (accelerate/commands/launch.py::launch_command[elif args.multi_gpu]): torchrun tells each
         # its rank, and ACCELERATE_USE_CPU makes gloo of it
-        return [*argv, "--multi_gpu", *rendezvous.placeholders()]
+        return [*argv, "--multi_gpu", *rendezvous.render_placeholders()]
     deepspeed = plan.stage.deepspeed
     if deepspeed is not None:
         argv += ["--use_deepspeed", "--deepspeed_config_file", str(deepspeed)]
@@ -215,7 +215,7 @@ def _build_accelerate_options(plan: Plan) -> list[str]:
         if deepspeed is not None:
             # accelerate's own default needs pdsh, and starts the other machines itself
             argv += ["--deepspeed_multinode_launcher", "standard"]
-        return [*argv, *rendezvous.placeholders()]
+        return [*argv, *rendezvous.render_placeholders()]
     if plan.processes > 1 or deepspeed is not None:
         # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
         argv += ["--main_process_port", "0"]
@@ -226,7 +226,7 @@ def _build_torchrun_options(plan: Plan) -> list[str]:
     """torchrun and its own options; on one machine it finds a free port by itself."""
     argv = ["--nnodes", str(plan.nodes), "--nproc-per-node", str(max(1, plan.gpus))]
     if plan.nodes > 1:
-        return [*argv, *rendezvous.placeholders(rendezvous.TORCHRUN)]
+        return [*argv, *rendezvous.render_placeholders(rendezvous.TORCHRUN)]
     return [*argv, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 
@@ -247,7 +247,7 @@ def _build_environment(
         env[PROBE_SETTINGS] = json.dumps(settings)
     # training writes straight into console.log: unbuffered, or the last lines die with it
     env["PYTHONUNBUFFERED"] = "1"
-    env.update(source_environment(plan.stage.backend, root, environ))
+    env.update(build_source_environment(plan.stage.backend, root, environ))
     if plan.gpus == 0 and plan.stage.entry.launcher == "accelerate":
         env["ACCELERATE_USE_CPU"] = "true"
     if plan.gpus == 0:
@@ -259,11 +259,13 @@ def _build_environment(
     return env
 
 
-def source_environment(backend: Backend, root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def build_source_environment(
+    backend: Backend, root: Path, environ: Mapping[str, str]
+) -> dict[str, str]:
     """What isolates a Python from the current folder, what it needs to import a trainer's source
     from `root`, and what the trainer's scripts need.
     """
-    env = isolation.changes(environ)
+    env = isolation.list_changes(environ)
     if backend.CHECKOUT:
         places = [str(root)]
         path = env.get("PYTHONPATH", environ.get("PYTHONPATH"))
@@ -280,7 +282,7 @@ def _build_probe_settings(
     entry = plan.stage.entry
     options = plan.stage.options
     pairs = plan.stage.schema.pairs
-    expected = expectations(plan)
+    expected = list_expectations(plan)
     enforced = set()
     for point in POINTS:
         # the other points need the end of the run
@@ -315,8 +317,8 @@ def _build_probe_settings(
 def _build_export(plan: Plan) -> dict[str, object] | None:
     """What is to be written after the training; None where it ends without a model."""
     phase = plan.stage.entry.export
-    output = output_folder(plan)
-    if phase is None or output is None or caches_only(plan.stage, plan.values) is not None:
+    output = find_output_folder(plan)
+    if phase is None or output is None or find_caches_only(plan.stage, plan.values) is not None:
         return None
     settings = phase.settings(plan.values)
     if settings is None:
@@ -324,7 +326,7 @@ def _build_export(plan: Plan) -> dict[str, object] | None:
     return {
         "function": phase.function,
         "output": str(output.absolute()),
-        "into": str(model_in(plan, output).absolute()),
+        "into": str(find_model_in(plan, output).absolute()),
         **settings,
     }
 
@@ -345,7 +347,7 @@ def _begins_at_reference(plan: Plan) -> bool:
     return is_plain and not values.get("load_balancing_loss")
 
 
-def expectations(plan: Plan) -> dict[str, str]:
+def list_expectations(plan: Plan) -> dict[str, str]:
     """The state that each point of the verdict is expected to have."""
     entry = plan.stage.entry
     options = plan.stage.options

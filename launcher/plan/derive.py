@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InvalidConfig
 from launcher.lazy_dataclass import dataclass
-from launcher.stage.batch import impossible
-from launcher.stage.stage import Stage, preferred_attention
-from launcher.upstream.citations import rendered
+from launcher.stage.batch import report_impossible_batch
+from launcher.stage.stage import Stage, choose_attention
+from launcher.upstream.citations import render_citations
 
 if TYPE_CHECKING:
     from launcher.rules.trl.attention import Choice
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Derived:
     """A value that launch sets where the stage file is silent, and why.
 
-    `of_script` says that the entry script needs it: then a note tells of it.
+    `derive_from_script` says that the entry script needs it: then a note tells of it.
     """
 
     value: Any
@@ -68,15 +68,13 @@ class Setting:
     output: Path | None
 
 
-def setting(
+def make_setting(
     stage: Stage, *, gpus: int, nodes: int, packages: Mapping[str, str] | None, output: Path | None
 ) -> Setting:
     """Raises InvalidConfig with the nearest possible splits where the global batch cannot be
     divided.
     """
-    attention = preferred_attention(
-        stage.options, stage.values, gpus=gpus * nodes, packages=packages
-    )
+    attention = choose_attention(stage.options, stage.values, gpus=gpus * nodes, packages=packages)
     return Setting(
         stage=stage,
         gpus=gpus,
@@ -105,7 +103,9 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
         accumulation, rest = divmod(batch.total, per_device * devices)
         if rest:
             raise InvalidConfig(
-                impossible(stage.config, total=batch.total, per_device=per_device, devices=devices)
+                report_impossible_batch(
+                    stage.config, total=batch.total, per_device=per_device, devices=devices
+                )
             )
     return BatchSplit(per_device=per_device, accumulation=accumulation, devices=devices)
 
@@ -113,7 +113,7 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
 Step = Callable[[Setting], Iterator[tuple[str, Derived]]]
 
 
-def of_batch(setting: Setting) -> Iterator[tuple[str, Derived]]:
+def derive_from_batch(setting: Setting) -> Iterator[tuple[str, Derived]]:
     """The split of `batch:`, in the trainer's own arguments."""
     stage = setting.stage
     batch = setting.batch
@@ -127,16 +127,16 @@ def of_batch(setting: Setting) -> Iterator[tuple[str, Derived]]:
             yield name, Derived(number, why)
 
 
-def of_script(setting: Setting) -> Iterator[tuple[str, Derived]]:
+def derive_from_script(setting: Setting) -> Iterator[tuple[str, Derived]]:
     """What the entry script needs: always, or with these values on these GPUs."""
     stage = setting.stage
     always = [(name, *needed) for name, needed in stage.entry.derived.items()]
     for name, value, why in (*always, *stage.entry.settle(stage.values, setting.gpus)):
         if _is_open(stage, name):
-            yield name, Derived(value, rendered(why), of_script=True)
+            yield name, Derived(value, render_citations(why), of_script=True)
 
 
-def of_attention(setting: Setting) -> Iterator[tuple[str, Derived]]:
+def derive_from_attention(setting: Setting) -> Iterator[tuple[str, Derived]]:
     """The implementation that `attention:` comes to here."""
     choice = setting.attention
     if choice is None or choice.name is None:
@@ -147,7 +147,7 @@ def of_attention(setting: Setting) -> Iterator[tuple[str, Derived]]:
     yield "attn_implementation", Derived(choice.name, why)
 
 
-def of_output(setting: Setting) -> Iterator[tuple[str, Derived]]:
+def derive_from_output(setting: Setting) -> Iterator[tuple[str, Derived]]:
     """The model's folder inside the run folder."""
     stage = setting.stage
     names = stage.entry.names
@@ -159,7 +159,12 @@ def of_output(setting: Setting) -> Iterator[tuple[str, Derived]]:
         yield names.exact_output, Derived(True, why)
 
 
-STEPS: tuple[Step, ...] = (of_batch, of_script, of_attention, of_output)
+STEPS: tuple[Step, ...] = (
+    derive_from_batch,
+    derive_from_script,
+    derive_from_attention,
+    derive_from_output,
+)
 
 
 def derive(setting: Setting) -> dict[str, Derived]:

@@ -19,10 +19,10 @@ from launcher.plan.memory.setup import (
     Setup,
     Sharding,
     Zero,
-    undescribed,
-    zero_of,
+    parse_zero,
+    refuse_undescribed,
 )
-from launcher.plan.plan import Plan, step_limit, steps_of
+from launcher.plan.plan import Plan, count_steps, find_step_limit
 from launcher.rules.deepspeed import engine_config
 from launcher.rules.model import LIGER_MODELS
 from launcher.rules.open_instruct import olmo_core
@@ -95,7 +95,7 @@ class Footprint:
     @property
     def typical(self) -> MicroBatch:
         sequences = self._count_sequences(self.plan.per_device)
-        return lengths.typical(self.rows, rows=sequences, packed=self.packed)
+        return lengths.find_typical_batch(self.rows, rows=sequences, packed=self.packed)
 
     @property
     def tokens(self) -> Tokens:
@@ -107,7 +107,7 @@ class Footprint:
         if self.entry.packing == "always":
             # ranks that share a row compute its parts
             ranks = self.plan.devices
-        row = packed_row(self.plan, self.rows)
+        row = measure_packed_row(self.plan, self.rows)
         if row is not None:
             formula = (
                 f"{ranks} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
@@ -189,7 +189,7 @@ class Footprint:
         if not self.plan.gpus:
             return None
         file, _ = self.plan.stage.read_deepspeed()
-        return zero_of(engine_config(self.values, file), self.shape.hidden)
+        return parse_zero(engine_config(self.values, file), self.shape.hidden)
 
     @property
     def autocast(self) -> bool:
@@ -281,7 +281,7 @@ class Footprint:
         self, rows: int, accumulation: int, *, packed: bool = False
     ) -> MicroBatch:
         batches = self._count_batches(accumulation)
-        return lengths.largest(self.rows, rows=rows, batches=batches, packed=packed)
+        return lengths.find_largest_batch(self.rows, rows=rows, batches=batches, packed=packed)
 
     def _count_batches(self, accumulation: int) -> int:
         """The micro-batches of all ranks in the whole run."""
@@ -340,7 +340,9 @@ class Footprint:
             batch = self._find_largest_batch(rows, accumulation)
             # the reference takes four times the rows (dpo.py::main[cache_batch_size = int])
             batches = max(1, self._count_batches(accumulation) // 4)
-            reference = lengths.largest(self.rows, rows=4 * rows, batches=batches, packed=False)
+            reference = lengths.find_largest_batch(
+                self.rows, rows=4 * rows, batches=batches, packed=False
+            )
             # a model that gets no mask of the padding computes it like any token
             batch = replace(batch, real=batch.tokens)
             reference = replace(reference, real=reference.tokens)
@@ -457,13 +459,13 @@ class Footprint:
                 raise self._build_error(fault)
 
     def _build_error(self, message: str) -> InvalidConfig:
-        return undescribed(message, **self.plan.stage.config.origin("args").place)
+        return refuse_undescribed(message, **self.plan.stage.config.origin("args").place)
 
 
 _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch": "sdpa"}
 
 
-def attention_of(plan: Plan, requested: str | None = None) -> str:
+def decide_attention(plan: Plan, requested: str | None = None) -> str:
     """The attention that is requested, else what the file says, else the backend's own choice.
 
     That is sdpa, or (`Entry.best_attention`) the best that is installed on GPUs: taken to be
@@ -486,7 +488,7 @@ def _read_model_arguments(values: Values) -> Mapping[str, Any]:
     return resolved.inline(values.get("model_init_kwargs")) or {}
 
 
-def shape_of(
+def find_model_shape(
     plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None
 ) -> Shape:
     """The shape of the plan's model, or of the model `like`; `packages` are those that train.
@@ -517,7 +519,7 @@ def shape_of(
     shape = architecture.find(name, os.environ)
     if olmo_core.ties(values, packages or {}):
         return shape
-    return architecture.untied(shape)
+    return architecture.untie_embeddings(shape)
 
 
 def _read_row_limit(plan: Plan) -> int | None:
@@ -528,7 +530,7 @@ def _read_row_limit(plan: Plan) -> int | None:
     return None
 
 
-def rows_of(plan: Plan, data: Lengths) -> Lengths:
+def measure_trained_rows(plan: Plan, data: Lengths) -> Lengths:
     """The rows as training gets them: cut at the limit, or packed into full ones.
 
     Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
@@ -543,17 +545,17 @@ def rows_of(plan: Plan, data: Lengths) -> Lengths:
     rows = None
     if data.rows is not None:
         rows = math.ceil(data.rows * data.mean / limit)
-    return lengths.uniform(limit, f"{data.source}, packed into rows of {limit:,}", rows)
+    return lengths.make_uniform(limit, f"{data.source}, packed into rows of {limit:,}", rows)
 
 
-def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
+def count_rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
     """How many rows an epoch has where the data set has `rows`."""
     if rows is None:
         return None
-    return rows_of(plan, replace(data, rows=rows)).rows
+    return measure_trained_rows(plan, replace(data, rows=rows)).rows
 
 
-def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
+def measure_packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
     limit = _read_row_limit(plan)
     if not plan.stage.entry.takes_one_row(plan.values) or rows is None or limit is None:
@@ -561,7 +563,7 @@ def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
 
 
-def optimizer_steps(
+def count_optimizer_steps(
     plan: Plan, rows: int | None, data: Lengths | None = None, *, override: bool = False
 ) -> int | None:
     """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths.
@@ -570,12 +572,12 @@ def optimizer_steps(
     """
     if rows is None:
         return plan.steps
-    is_limited = step_limit(plan.stage, plan.values) is not None
+    is_limited = find_step_limit(plan.stage, plan.values) is not None
     if plan.steps is not None and (is_limited or not override):
         return plan.steps
     epochs = plan.values.get(plan.stage.entry.names.epochs)
-    row = packed_row(plan, data)
+    row = measure_packed_row(plan, data)
     if row is not None and isinstance(epochs, int | float):
         steps_per_epoch = int(rows / row.pairs / plan.processes)
         return steps_per_epoch * int(epochs)
-    return steps_of(plan.stage, plan.values, rows, plan.global_batch)
+    return count_steps(plan.stage, plan.values, rows, plan.global_batch)

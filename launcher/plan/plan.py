@@ -9,16 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 from launcher.dataset import mixture, sources, survey
-from launcher.dataset.mixer import entry_rows
+from launcher.dataset.mixer import count_entry_rows
 from launcher.errors import Finding, Layer, Severity, launch_finding
 from launcher.lazy_dataclass import dataclass
 from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
 from launcher.redaction import Redactor
 from launcher.runs.record import BatchRecord
-from launcher.stage.batch import divisors
-from launcher.stage.stage import Stage, trend_fault
-from launcher.upstream.citations import rendered
+from launcher.stage.batch import find_divisors
+from launcher.stage.stage import Stage, find_trend_fault
+from launcher.upstream.citations import render_citations
 from launcher.upstream.schema import Values
 
 
@@ -80,13 +80,13 @@ class Plan:
 
     @property
     def title(self) -> str:
-        return titled(self.stage.options.stage, self.stage.name)
+        return format_title(self.stage.options.stage, self.stage.name)
 
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
         schema = self.stage.schema
         flags: dict[str, list[str]] = {}
-        for name, value in arguments(self.stage, self.derived).items():
+        for name, value in combine_arguments(self.stage, self.derived).items():
             if not schema.in_file(name, value):
                 flags[name] = schema.words(name, value)
         return flags
@@ -94,7 +94,7 @@ class Plan:
     def file_arguments(self) -> dict[str, Any]:
         """The arguments that no flag can carry: for the trainer's own config file."""
         in_file = self.stage.schema.in_file
-        values = arguments(self.stage, self.derived)
+        values = combine_arguments(self.stage, self.derived)
         return {name: value for name, value in values.items() if in_file(name, value)}
 
     @property
@@ -102,7 +102,7 @@ class Plan:
         return BatchRecord(**{part.name: getattr(self, part.name) for part in fields(BatchRecord)})
 
 
-def titled(kind: str, name: str) -> str:
+def format_title(kind: str, name: str) -> str:
     return name if name.startswith(kind) else f"{kind} {name}"
 
 
@@ -123,13 +123,13 @@ def make(
     many. `decided` are values that hold whatever the stage file says. Raises InvalidConfig with the
     nearest possible splits where the global batch cannot be divided.
     """
-    setting = derive.setting(stage, gpus=gpus, nodes=nodes, packages=packages, output=output)
+    setting = derive.make_setting(stage, gpus=gpus, nodes=nodes, packages=packages, output=output)
     batch = setting.batch
     derived = {**derive.derive(setting), **decided}
-    values = Values(stage.schema, arguments(stage, derived))
+    values = Values(stage.schema, combine_arguments(stage, derived))
     if rows is None:
         rows = count_rows(stage, values)
-    steps = total_steps(stage, values, rows, batch.rows)
+    steps = count_total_steps(stage, values, rows, batch.rows)
     findings = [
         *_check_deepspeed(stage, gpus, nodes),
         *_check_probe(stage, gpus),
@@ -155,7 +155,9 @@ def make(
     )
 
 
-def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()) -> Plan:
+def complete_plan(
+    plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()
+) -> Plan:
     """The plan with the values that are known only when the others are, and the findings about
     them.
 
@@ -163,11 +165,11 @@ def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Findin
     and so does whether a run can be resumed: hence a second set of `Values`.
     """
     derived = {**plan.derived, **last}
-    values = Values(plan.stage.schema, arguments(plan.stage, derived))
+    values = Values(plan.stage.schema, combine_arguments(plan.stage, derived))
     return replace(plan, derived=derived, values=values, findings=(*plan.findings, *findings))
 
 
-def arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
+def combine_arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
     """The stage file's arguments with the derived ones, by upstream's names."""
     return {**stage.args, **{name: value.value for name, value in derived.items()}}
 
@@ -196,7 +198,7 @@ def _report_derived(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Fi
 
 def _check_late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
     """A trend that so few steps cannot show, where the file alone did not show that."""
-    fault = trend_fault(stage.options, steps)
+    fault = find_trend_fault(stage.options, steps)
     if fault is not None and all(finding.key != fault.key for finding in stage.findings):
         yield stage.config.placed(fault)
 
@@ -210,7 +212,7 @@ def _check_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
     epochs = values[names.epochs]
     if not isinstance(epochs, float) or math.isfinite(epochs):
         return
-    if step_limit(stage, values) is None:
+    if find_step_limit(stage, values) is None:
         name = names.epochs
         message = (
             f"`{name}: {epochs}`: the trainer cannot count the steps of so many epochs and stops"
@@ -298,7 +300,7 @@ def _check_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py::main[if args.zero_stage])
     has_deepspeed = options.deepspeed is not None or stage.values.get("zero_stage") is not None
     if gpus == 1 and nodes == 1 and not has_deepspeed and stage.entry.needs_process_group:
-        message = rendered(
+        message = render_citations(
             "one process without DeepSpeed has no process group: the reference pass crashes in "
             "dist.barrier (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])"
         )
@@ -312,34 +314,34 @@ def _check_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
         yield launch_finding("note", "several-nodes", message, key="nodes")
 
 
-def output_folder(plan: Plan) -> Path | None:
+def find_output_folder(plan: Plan) -> Path | None:
     return plan.stage.backend.output_folder(plan.values)
 
 
-def model_in(plan: Plan, output: Path) -> Path:
+def find_model_in(plan: Plan, output: Path) -> Path:
     return output / plan.stage.entry.final_model
 
 
-def splits(total: int, processes: int) -> list[int]:
+def list_splits(total: int, processes: int) -> list[int]:
     """The rows a device that a global batch of `total` rows can be split into."""
     if total < 1 or processes < 1 or total % processes:
         return []
-    return divisors(total // processes)
+    return find_divisors(total // processes)
 
 
-def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
+def count_total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
     """Optimizer steps in all; an epoch's last batch is rounded up
     (finetune.py::main[num_update_steps_per_epoch = math.ceil #1], trainer.py).
     """
-    limit = step_limit(stage, values)
+    limit = find_step_limit(stage, values)
     if limit is not None:
         return limit
     if rows is None or stage.entry.repacks(values):
         return None
-    return steps_of(stage, values, rows, batch)
+    return count_steps(stage, values, rows, batch)
 
 
-def step_limit(stage: Stage, values: Values) -> int | None:
+def find_step_limit(stage: Stage, values: Values) -> int | None:
     """Steps that are trained however many rows there are; None where the rows decide.
 
     open-instruct's scripts take every limit but None for one, 0 and -1 too: no epoch is begun
@@ -350,7 +352,7 @@ def step_limit(stage: Stage, values: Values) -> int | None:
     dpo.py::main[if args.max_train_steps is not None:]). TRL's -1 and 0 stand for none
     (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]).
     """
-    if caches_only(stage, values) is not None:
+    if find_caches_only(stage, values) is not None:
         return 0
     limit = values[stage.entry.names.max_steps]
     if not isinstance(limit, int) or (limit < 1 and not stage.entry.zero_is_limit):
@@ -358,7 +360,7 @@ def step_limit(stage: Stage, values: Values) -> int | None:
     return max(0, limit)
 
 
-def caches_only(stage: Stage, values: Values) -> str | None:
+def find_caches_only(stage: Stage, values: Values) -> str | None:
     """What a run ends after, without a step or a model: `data set` or `reference pass`."""
     for key, end in stage.entry.ends_after.items():
         if values.get(key):
@@ -366,7 +368,7 @@ def caches_only(stage: Stage, values: Values) -> str | None:
     return None
 
 
-def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
+def count_steps(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
     """Optimizer steps of all epochs over these rows, `batch` of them a step."""
     epochs = values[stage.entry.names.epochs]
     if not isinstance(epochs, int | float) or not math.isfinite(epochs):
@@ -381,7 +383,7 @@ def count_rows(stage: Stage, values: Values) -> int | None:
 
     Of a mixture of TRL's, those that `test_split_size` leaves.
     """
-    mixed = mixture.of_values(values, os.environ)
+    mixed = mixture.read_mixture(values, os.environ)
     if mixed is not None:
         return mixed.train_rows
     data = stage.entry.names.data
@@ -391,7 +393,7 @@ def count_rows(stage: Stage, values: Values) -> int | None:
     if not isinstance(listed, str):
         return None
     split = values.get("dataset_train_split") or "train"
-    source = sources.of_name(listed, str(split), values.get("dataset_config"), os.environ)
+    source = sources.find_named_source(listed, str(split), values.get("dataset_config"), os.environ)
     if not source.files:
         return None
     surveyed = survey.look(source.files)
@@ -411,7 +413,7 @@ def _count_listed_rows(listed: list[Any], splits: list[Any]) -> int | None:
         return None
     total = 0
     for name, amount in zip(names, amounts, strict=True):
-        rows = entry_rows(name, str(amount))
+        rows = count_entry_rows(name, str(amount))
         if rows is None:
             return None
         total += rows

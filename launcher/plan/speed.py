@@ -39,7 +39,7 @@ _HOST_LINK = 25e9
 _HOST_MEMORY = 60e9
 
 
-def step_seconds(footprint: Footprint, card: Card) -> float:
+def predict_step_seconds(footprint: Footprint, card: Card) -> float:
     """Seconds of one optimizer step on these cards."""
     zero = footprint.zero
     accumulation = footprint.plan.accumulation

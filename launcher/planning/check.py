@@ -7,17 +7,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launcher.errors import Finding, InvalidConfig, errors
+from launcher.errors import Finding, InvalidConfig, select_errors
 from launcher.plan import plan as plans
 from launcher.plan.derive import Derived
 from launcher.plan.plan import Plan
-from launcher.planning.collect import Facts, adapt, unplanned_findings
+from launcher.planning.collect import Facts, apply_request, collect_unplanned
 from launcher.rules.context import Context, Split
 from launcher.stage import stage as stages
 from launcher.stage.options import Batch
 
 
-def settle(
+def plan_with_findings(
     facts: Facts,
     *,
     gpus: int | None = None,
@@ -46,10 +46,10 @@ def settle(
             decided=decided,
         )
     except InvalidConfig as error:
-        findings = unplanned_findings(facts.file, facts.checked, facts.machine)
+        findings = collect_unplanned(facts.file, facts.checked, facts.machine)
         raise InvalidConfig((*findings, *error.findings)) from None
     ruled = stages.apply_rules(facts.checked, _build_context(facts, plan, attempts))
-    findings = adapt(facts.file, facts.checked, facts.machine, ruled)
+    findings = apply_request(facts.file, facts.checked, facts.machine, ruled)
     return replace(plan, stage=replace(plan.stage, findings=findings))
 
 
@@ -57,13 +57,13 @@ def require(facts: Facts, **about: Any) -> Plan:
     """The same plan, where nothing stops it. Raises InvalidConfig with everything that is worth
     saying of it.
     """
-    plan = settle(facts, **about)
-    if errors(plan.all_findings, strict=facts.request.strict):
+    plan = plan_with_findings(facts, **about)
+    if select_errors(plan.all_findings, strict=facts.request.strict):
         raise InvalidConfig(plan.all_findings)
     return plan
 
 
-def beyond_file(plan: Plan) -> tuple[Finding, ...]:
+def check_plan(plan: Plan) -> tuple[Finding, ...]:
     """What is worth saying of a plan beyond its stage file."""
     of_plan = (finding for finding in plan.stage.findings if finding.about == "plan")
     return (*plan.findings, *of_plan)
@@ -71,7 +71,7 @@ def beyond_file(plan: Plan) -> tuple[Finding, ...]:
 
 def find_output(plan: Plan) -> Path | None:
     """The absolute folder that the model goes to."""
-    folder = plans.output_folder(plan)
+    folder = plans.find_output_folder(plan)
     if folder is None:
         return None
     return folder.absolute()

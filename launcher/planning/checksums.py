@@ -77,10 +77,10 @@ class ChecksumThread(threading.Thread):
         if self.output is not None:
             # where no lease is, nobody but this run goes by what lies there
             with contextlib.suppress(OSError):
-                files.write_json(beside_lease(self.output), content)
+                files.write_json(find_copy_beside_lease(self.output), content)
 
 
-def beside_lease(output: Path) -> Path:
+def find_copy_beside_lease(output: Path) -> Path:
     """The copy of the checksums that outlives the run folder."""
     return output / lease.FOLDER / "checksums.json"
 
@@ -96,7 +96,7 @@ def read_checksums(
         paths.append(folder.checksums)
     if output is not None:
         # whoever trained there last has written it
-        paths.append(beside_lease(output))
+        paths.append(find_copy_beside_lease(output))
     recorded = {}
     for path in paths:
         for name, digests in Record(rundir.read_json(path)).part("checkpoints").items():
@@ -105,16 +105,16 @@ def read_checksums(
     return recorded
 
 
-def recorded(folder: RunFolder | None, checkpoint: Checkpoint) -> dict[str, Any]:
+def read_recorded(folder: RunFolder | None, checkpoint: Checkpoint) -> dict[str, Any]:
     """The checksums of the files of a checkpoint; empty if none were recorded."""
     return read_checksums(folder, checkpoint.path.parent).get(checkpoint.name, {})
 
 
-def fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
+def find_fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
     """What is not as it was saved; without checksums by torch's own CRCs, and whether weights are
     all zeros.
     """
-    digests = recorded(folder, checkpoint)
+    digests = read_recorded(folder, checkpoint)
     for name, digest in digests.items():
         try:
             now = _hash_file(checkpoint.path / name)
@@ -145,7 +145,7 @@ def _find_damage(path: Path) -> str | None:
             return bad and f"{path.name} is damaged: the CRC of {bad} does not match"
     except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         return f"{path.name} is damaged"
-    if path.suffix == ".safetensors" and model_files.blank(path):
+    if path.suffix == ".safetensors" and model_files.is_blank(path):
         return f"every weight in {path.name} is 0"
     return None
 

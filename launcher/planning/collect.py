@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.config import load
 from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, errors, usage
+from launcher.errors import Finding, InvalidConfig, select_errors, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
@@ -59,7 +59,7 @@ class StageFile:
         overrides_so_far = self.request.overrides
         request = replace(self.request, overrides=(*overrides_so_far, *overrides), **changes)
         config = self.config.with_overrides(overrides)
-        if stages.backend_of(config) != stages.backend_of(self.config):
+        if stages.find_backend(config) != stages.find_backend(self.config):
             return _add_trainer(request, config)
         return replace(self, request=request, config=config)
 
@@ -135,7 +135,7 @@ class Facts:
         return replace(facts, look=self.look, packages=self.packages)
 
 
-def open(request: Request, *, loaded: Config | None = None) -> StageFile:
+def open_stage_file(request: Request, *, loaded: Config | None = None) -> StageFile:
     """Read the stage file of a request, unless `loaded`, and find its trainer.
 
     Raises InvalidConfig or NotReady.
@@ -145,7 +145,7 @@ def open(request: Request, *, loaded: Config | None = None) -> StageFile:
 
 
 def _add_trainer(request: Request, config: Config) -> StageFile:
-    locator, trainer = find_source(request, stages.backend_of(config))
+    locator, trainer = find_source(request, stages.find_backend(config))
     return StageFile(request=request, config=config, locator=locator, trainer=trainer)
 
 
@@ -162,19 +162,19 @@ def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
 
 def judge_request(request: Request) -> tuple[stages.Judged, Trainer]:
     """Check a stage file without a plan, and find its trainer. Raises InvalidConfig or NotReady."""
-    file = open(request)
+    file = open_stage_file(request)
     judged = file.read()
-    return replace(judged, findings=unplanned_findings(file, judged)), file.trainer
+    return replace(judged, findings=collect_unplanned(file, judged)), file.trainer
 
 
-def unplanned_findings(
+def collect_unplanned(
     file: StageFile, judged: stages.Judged, machine: Machine | None = None
 ) -> tuple[Finding, ...]:
-    """All findings of a stage file that is not planned; see `stage.unplanned_findings`."""
-    return adapt(file, judged, machine, stages.unplanned_findings(judged, machine))
+    """All findings of a stage file that is not planned; see `stage.check_unplanned`."""
+    return apply_request(file, judged, machine, stages.check_unplanned(judged, machine))
 
 
-def adapt(
+def apply_request(
     file: StageFile, judged: stages.Judged, machine: Machine | None, findings: Iterable[Finding]
 ) -> tuple[Finding, ...]:
     """The findings of the rules as the request wants them.
@@ -202,11 +202,11 @@ def adapt(
 def collect(request: Request, scope: Scope, *, loaded: Config | None = None) -> Facts:
     """Read what a plan of this request needs. Raises InvalidConfig, NotReady or UsageError."""
     _read_named_devices(request)
-    file = open(request, loaded=loaded)
-    return of_read(file, file.read(), scope)
+    file = open_stage_file(request, loaded=loaded)
+    return collect_read(file, file.read(), scope)
 
 
-def of_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
+def collect_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
     """`collect` of a stage file that was read already."""
     look = None
     default_gpus = None
@@ -239,9 +239,9 @@ def _collect_facts(
 ) -> Facts:
     """`default_gpus` is their number if nobody says it and the trainer takes one."""
     request = file.request
-    if errors(judged.findings, strict=request.strict):
+    if select_errors(judged.findings, strict=request.strict):
         # the rules say at once what else is wrong
-        raise InvalidConfig(unplanned_findings(file, judged, machine))
+        raise InvalidConfig(collect_unplanned(file, judged, machine))
     stage = stages.validate(judged)
     options = stage.options
     watch = options.probe
@@ -268,7 +268,7 @@ def _collect_facts(
 
 def _read_named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
     """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
-    names = devices.slots_named(request.devices)
+    names = devices.parse_slots(request.devices)
     if names is None:
         return None, request.gpus
     count = len(names)

@@ -14,21 +14,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.artifacts import lengths
-from launcher.artifacts.lengths import Lengths, fuller
+from launcher.artifacts.lengths import Lengths, fill_rows
 from launcher.cache import entries, folders, keys
-from launcher.errors import Finding, InvalidConfig, LaunchError, errors, launch_finding, usage
+from launcher.errors import (
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    launch_finding,
+    select_errors,
+    usage,
+)
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import datasheets, devices
-from launcher.machine.datasheets import Card, card_of
+from launcher.machine.datasheets import Card, find_card
 from launcher.machine.python import Gpu
 from launcher.plan import footprint, plan
-from launcher.plan.alternatives import find_alternatives, without_packing
-from launcher.plan.footprint import ATTENTIONS, Footprint, attention_of, packed_row, shape_of
+from launcher.plan.alternatives import drop_packing, find_alternatives
+from launcher.plan.footprint import (
+    ATTENTIONS,
+    Footprint,
+    decide_attention,
+    find_model_shape,
+    measure_packed_row,
+)
 from launcher.plan.memory.peak import estimate
-from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
+from launcher.plan.memory.phases import GIB, KINDS, Memory, compute_usable
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
-from launcher.plan.speed import step_seconds
+from launcher.plan.speed import predict_step_seconds
 from launcher.planning import check, interruption
 from launcher.planning.collect import Facts
 from launcher.planning.doctor import disk
@@ -134,10 +147,12 @@ class Estimate:
         self.measured = _find_measured_speed(self.plan, self.card.name)
         self.speed = self._find_speed()
         self.bill = self._compute_bill()
-        saved = disk.saved(self.plan, footprint.shape.parameters, self.setup)
+        saved = disk.estimate_saved(self.plan, footprint.shape.parameters, self.setup)
         assert saved is not None, "a setup tells the size of an adapter"
         self.saved = saved
-        self.interruption = interruption.of_plan(self.plan, self.bill.hours, saved.checkpoint)
+        self.interruption = interruption.estimate_interruption(
+            self.plan, self.bill.hours, saved.checkpoint
+        )
 
     @property
     def steps(self) -> int | None:
@@ -170,7 +185,7 @@ class Estimate:
         """The largest split of the batch that fits."""
         best = None
         rows = self.plan.global_batch // self.plan.processes
-        for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
+        for per_device in plan.list_splits(self.plan.global_batch, self.plan.processes):
             accumulation = rows // per_device
             memory = self.memory_of(self.footprint.setup(per_device, accumulation))
             spare = memory.spare(gib)
@@ -194,7 +209,7 @@ class Estimate:
             return self.measured
         if not name or self.static:
             return Speed()
-        peak = datasheets.peak_flops(name)
+        peak = datasheets.find_peak_flops(name)
         if peak is None:
             listed = ", ".join(card.name for card in datasheets.SHEETS)
             message = f"the arithmetic speed of {name} is not known"
@@ -202,7 +217,7 @@ class Estimate:
             finding = launch_finding("error", "unknown-device", message, help, key="gpu")
             raise InvalidConfig(finding)
         if self._by_step:
-            seconds = step_seconds(self.footprint, self.card)
+            seconds = predict_step_seconds(self.footprint, self.card)
             source = f"estimated: {seconds:,.1f} s a step, "
             source += f"from the data sheet of {name} and measured runs"
             return Speed(self.tokens.real / seconds, source)
@@ -221,11 +236,11 @@ class Estimate:
             trained = 0
             frozen = shape.multiplied
         width = self.footprint.rows.mean
-        row = packed_row(self.plan, self.footprint.rows)
+        row = measure_packed_row(self.plan, self.footprint.rows)
         if row is not None:
             # attention goes over the whole of a row that dpo.py packs
             width = float(row.positions)
-        return datasheets.flops_a_token(
+        return datasheets.compute_flops_a_token(
             trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
         )
 
@@ -247,7 +262,7 @@ class Estimate:
         if rows:
             # one pass of all ranks takes four times the rows of a packed step
             wide = replace(self.plan, per_device=4 * self.plan.per_device, accumulation=1)
-            row = packed_row(wide, self.footprint.rows)
+            row = measure_packed_row(wide, self.footprint.rows)
             rows_a_pass = self.plan.global_batch
             if row is not None:
                 rows_a_pass = max(1, round(row.pairs * self.plan.processes))
@@ -289,7 +304,7 @@ class Estimate:
         elif gib is not None and self.spare is not None and self.spare < 0:
             help = None
             if not self.static:
-                help = self._suggest_changes(memory, usable(gib))
+                help = self._suggest_changes(memory, compute_usable(gib))
             message = self.where + _describe_shortage(memory, gib)
             yield launch_finding("warning", "out-of-memory", message, help, **place)
         elif gib is not None and best is not None and memory.peak < 0.6 * gib and self.steps != 0:
@@ -324,11 +339,11 @@ class Estimate:
     def _check_waste(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
         rows = self.footprint.rows
-        row = packed_row(self.plan, rows)
+        row = measure_packed_row(self.plan, rows)
         if row is None or row.filled >= 0.5 or self.static:
             return
         pairs = self.plan.per_device * self.plan.accumulation
-        more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
+        more, full = fill_rows(rows, pairs=pairs, limit=row.positions // 2)
         better = ""
         help = "shorter `max_seq_length`, or `packing: false`"
         if more > pairs:
@@ -417,7 +432,7 @@ class Estimate:
             yield f"{self.where}{memory.peak:.1f} GiB {place}: {', '.join(shares) or 'nothing'}"
         if self.best is not None and self.terms.fit:
             rows, accumulation, fullest, _ = self.best
-            packing = without_packing(self.plan, rows)[1]
+            packing = drop_packing(self.plan, rows)[1]
             split = f"per device {rows}, accumulation {accumulation}{packing}"
             yield f"  --fit: {split}: {fullest.peak:.1f} GiB"
         if self.steps != 0:
@@ -446,7 +461,7 @@ def _round_value(value: float | None, digits: int | None = 2) -> float | None:
 
 def _describe_shortage(memory: Memory, gib: float) -> str:
     """How much is missing on a card, and what takes most."""
-    room = usable(gib)
+    room = compute_usable(gib)
     phase = memory.fullest
     kind = max(KINDS, key=memory.of)
     alike = [part for part in phase.allocations if part.kind == kind]
@@ -496,7 +511,7 @@ class Forecast:
         return lines
 
 
-def counts(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
     """The numbers of a text such as `1,2,8`, each at most once. Raises UsageError."""
     words = text.replace(" ", "").split(",")
     numbers = [int(word) for word in words if word.isdecimal() and len(word) < 6]
@@ -506,7 +521,7 @@ def counts(text: str) -> list[int]:
     return numbers
 
 
-def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
+def forecast_stage(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
     """Plan a stage file for each number of GPUs; a number that cannot be planned is among the
     findings.
 
@@ -525,8 +540,10 @@ def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
     packages = facts.trainer.packages
     for count in gpus:
         try:
-            planned = check.settle(facts, gpus=count, output=Path("model"), rows=terms.rows)
-            if errors(planned.all_findings):
+            planned = check.plan_with_findings(
+                facts, gpus=count, output=Path("model"), rows=terms.rows
+            )
+            if select_errors(planned.all_findings):
                 raise InvalidConfig(planned.all_findings)
             rows = rows or _try_row_lengths(planned, packages, terms, faults)
             rungs.append(_estimate_rung(planned, rows, terms, card, packages))
@@ -540,9 +557,9 @@ def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
         own += rung.findings
     largest = max(rungs, key=lambda rung: rung.plan.gpus)
     sources = {
-        "shape": shape_of(rungs[0].plan, terms.shape).source,
+        "shape": find_model_shape(rungs[0].plan, terms.shape).source,
         "rows": "unknown",
-        "attention": attention_of(largest.plan, terms.attention),
+        "attention": decide_attention(largest.plan, terms.attention),
     }
     if rows is not None:
         sources["rows"] = rows.source
@@ -585,7 +602,7 @@ _ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
 
 def _collect_findings(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     """The findings of the plans: once if all have it, else with the number of GPUs."""
-    by_rung = [check.beyond_file(rung.plan) for rung in rungs]
+    by_rung = [check.check_plan(rung.plan) for rung in rungs]
     for rung, findings in zip(rungs, by_rung, strict=True):
         for finding in findings:
             if finding.code in _ASIDE:
@@ -622,7 +639,7 @@ def _check_fit(rung: Estimate) -> Iterator[Finding]:
 def _check_steps(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     first = rungs[0].plan
     name = first.stage.entry.names.max_steps
-    if plan.step_limit(first.stage, first.values) == 0:
+    if plan.find_step_limit(first.stage, first.values) == 0:
         message = f"`{name}: {first.values[name]}`: no step is trained, "
         message += "and the model is saved as it was"
         yield _build_no_steps_finding(f"args.{name}", message, "leave it out for whole epochs")
@@ -648,22 +665,22 @@ def _estimate_rung(
     card: Card,
     packages: Mapping[str, str],
 ) -> Estimate:
-    end = plan.caches_only(planned.stage, planned.values)
+    end = plan.find_caches_only(planned.stage, planned.values)
     if end is not None:
         message = f"the run ends after the {end}: it has no step to plan"
         help = "leave `cache_..._only` out to plan it"
         raise InvalidConfig(launch_finding("error", "caches-only", message, help))
-    count, cut, steps = counted(planned, rows, terms)
+    count, cut, steps = count_rows_and_steps(planned, rows, terms)
     needs = Footprint(
-        shape=shape_of(planned, terms.shape, packages),
-        attention=attention_of(planned, terms.attention),
+        shape=find_model_shape(planned, terms.shape, packages),
+        attention=decide_attention(planned, terms.attention),
         plan=replace(planned, steps=steps),
         rows=cut,
     )
     return Estimate(needs, count, terms, card, static=rows is None)
 
 
-def counted(
+def count_rows_and_steps(
     planned: Plan, rows: Lengths | None, terms: ForecastOptions
 ) -> tuple[int | None, Lengths, int | None]:
     """The rows of the data set, their lengths as they are trained on, and the optimizer steps."""
@@ -675,21 +692,21 @@ def counted(
         return count, _SHORTEST, planned.steps
     if count is None:
         count = rows.rows
-    cut = footprint.rows_of(planned, rows)
-    trained = footprint.rows_per_epoch(planned, rows, count)
-    return count, cut, footprint.optimizer_steps(planned, trained, cut, override=override)
+    cut = footprint.measure_trained_rows(planned, rows)
+    trained = footprint.count_rows_per_epoch(planned, rows, count)
+    return count, cut, footprint.count_optimizer_steps(planned, trained, cut, override=override)
 
 
-def of_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Estimate:
+def forecast_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Estimate:
     """The forecast for one plan. Raises InvalidConfig if shape or row lengths are unknown."""
-    faults = errors(planned.findings)
+    faults = select_errors(planned.findings)
     if faults:
         raise InvalidConfig(faults)
-    rows = row_lengths(planned, packages, terms)
+    rows = find_row_lengths(planned, packages, terms)
     return _estimate_rung(planned, rows, terms, _choose_card(terms), packages)
 
 
-def with_forecast(prepared: Prepared) -> Prepared:
+def add_forecast(prepared: Prepared) -> Prepared:
     """A start with its forecast for the record, and the forecast's findings among the warnings.
 
     Unchanged on the CPU, if the run is finished, and if shape or row lengths are unknown.
@@ -709,7 +726,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
     if chosen is not None and chosen.slots:
         card = _read_card(chosen.slots[0].gpu)
     try:
-        rows = row_lengths(planned, packages, terms)
+        rows = find_row_lengths(planned, packages, terms)
         rung = _estimate_rung(planned, rows, terms, card, packages)
     except (LaunchError, OSError):
         return prepared
@@ -720,7 +737,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
 
 def _choose_card(terms: ForecastOptions) -> Card:
     """The card that the options name, else the first of this machine."""
-    card = card_of(terms.gpu or "", None)
+    card = find_card(terms.gpu or "", None)
     present = devices.survey_devices(os.environ).present
     if not terms.gpu and present:
         card = _read_card(present[0])
@@ -730,7 +747,7 @@ def _choose_card(terms: ForecastOptions) -> Card:
 
 
 def _read_card(gpu: Gpu) -> Card:
-    return card_of(gpu.name, gpu.memory_mib / 1024 or None)
+    return find_card(gpu.name, gpu.memory_mib / 1024 or None)
 
 
 _ALIKE = ("packing", "use_liger_kernel", "use_lora", "use_peft")
@@ -743,7 +760,7 @@ def _find_measured_speed(planned: Plan, card: str) -> Speed | None:
     stage = planned.stage
     model = planned.values.get("model_name_or_path")
     wanted = (stage.options.stage, stage.options.backend, model)
-    for summary in reversed(rundir.summarize(rundir.known_runs())):
+    for summary in reversed(rundir.summarize(rundir.list_known_runs())):
         is_like = (summary.stage, summary.backend, summary.model) == wanted
         if not is_like or card not in (summary.card or ""):
             continue
@@ -775,7 +792,7 @@ def _try_row_lengths(
 ) -> Lengths | None:
     """The row lengths; without them the batch and static memory can be planned, but for `--fit`."""
     try:
-        return row_lengths(planned, packages, terms)
+        return find_row_lengths(planned, packages, terms)
     except InvalidConfig as error:
         if terms.fit or not planned.gpus:
             raise
@@ -785,7 +802,7 @@ def _try_row_lengths(
         return None
 
 
-def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Lengths:
+def find_row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Lengths:
     """By `--row-tokens`, else of the tokenised data that the run would hit, else by a rehearsal.
 
     Raises InvalidConfig if none of them is there.
@@ -794,7 +811,7 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
         return lengths.parse(terms.row_tokens)
     for folder in _find_tokenised(planned, packages):
         with contextlib.suppress(InvalidConfig):
-            return lengths.of_dataset(folder, pairs=planned.stage.schema.pairs)
+            return lengths.measure_lengths(folder, pairs=planned.stage.schema.pairs)
     if terms.rehearsed_tokens is not None:
         rehearsed = lengths.parse(terms.rehearsed_tokens)
         return replace(rehearsed, source="the first rows, as a rehearsal saw them")
@@ -815,11 +832,11 @@ def _find_tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path
             continue
         if planned.stage.backend.DATA_CACHE == "own":
             # one folder may hold sets of other lengths and templates too
-            entry = entries.hit(cache.path, planned)
+            entry = entries.find_entry(cache.path, planned)
             if entry is not None:
                 yield entry
         else:
-            folder = folders.opened(cache.path)
+            folder = folders.open_folder(cache.path)
             if folder is not None:
                 paths = [cache.path / name for name in folder.entries()]
                 yield from sorted(paths, key=lambda path: -path.stat().st_mtime)

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.errors import Finding, launch_finding
 from launcher.lazy_dataclass import dataclass
-from launcher.machine.sizes import sized
+from launcher.machine.sizes import format_size
 from launcher.plan.plan import Plan
 from launcher.planning.resume import epochs
 
@@ -54,7 +54,7 @@ class Interruption:
             hours = f", up to {lost:.2f} GPU-hours"
         if not self.saves:
             return f"no checkpoints: a crash loses everything{hours}"
-        size = sized(self.size)
+        size = format_size(self.size)
         if self.interval is None:
             return f"a crash loses what came after the last checkpoint ({size})"
         if hours:
@@ -71,9 +71,9 @@ class Interruption:
         yield launch_finding("warning", "no-checkpoints", message, help, key=f"args.{key}")
 
 
-def of_plan(planned: Plan, hours: float | None, size: int) -> Interruption:
+def estimate_interruption(planned: Plan, hours: float | None, size: int) -> Interruption:
     """The risk of a plan that takes so many hours, and whose checkpoints have `size` bytes."""
-    every = epochs.interval(planned)
+    every = epochs.find_interval(planned)
     steps = planned.steps
     interval = None
     passes = planned.values.get(planned.stage.entry.names.epochs)

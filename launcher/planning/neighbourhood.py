@@ -17,7 +17,7 @@ from launcher.artifacts import layout
 from launcher.errors import Finding, launch_finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.trees import is_within
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.runs import inventory, lease, outputs, rundir
 from launcher.runs.rundir import RunFolder
 
@@ -43,12 +43,12 @@ class OutputPlace:
     @property
     def is_used(self) -> bool:
         """Whether an earlier attempt of this run has been here."""
-        return self.attempt > 1 or bool(outputs.leases_of(self.output, self.run.path))
+        return self.attempt > 1 or bool(outputs.list_leases_of_run(self.output, self.run.path))
 
     def nested(self) -> Iterator[Finding]:
         """An error if it lies in a run folder, or inside or above the output of another run."""
-        place = canonical(self.output)
-        if place.is_relative_to(canonical(self.run.path)):
+        place = resolve_path(self.output)
+        if place.is_relative_to(resolve_path(self.run.path)):
             return
         is_used = self.is_used
         if not is_used:
@@ -74,7 +74,7 @@ class OutputPlace:
 
     def _describe_run_folder(self, place: Path) -> str | None:
         """Which run folder it is, holds or lies in, in words."""
-        own = canonical(self.run.path)
+        own = resolve_path(self.run.path)
         for above in (place, *place.parents):
             if own.is_relative_to(above) and above != place:
                 # the folder of a ladder or bench, which this run belongs to
@@ -106,7 +106,7 @@ class OutputPlace:
     def _collect_own_names(self, codes: frozenset[str]) -> set[str]:
         """Names that launch made, a trainer uses, or that earlier attempts left."""
         names = {lease.FOLDER.parts[0], layout.PREVIOUS_CARD}
-        was_trained = self.is_used or lease.newest_lease(self.output) is not None
+        was_trained = self.is_used or lease.find_newest_lease(self.output) is not None
         if was_trained or codes & _MORE_SPECIFIC:
             for name in _list_names(self.output):
                 if layout.is_file(name) or layout.is_folder(name):
@@ -126,8 +126,8 @@ def _is_common(folder: Path) -> bool:
     places = [Path(os.path.expanduser("~"))]
     with contextlib.suppress(OSError):
         places.append(Path.cwd())
-    return any(is_within(canonical(place), folder) for place in places)
+    return any(is_within(resolve_path(place), folder) for place in places)
 
 
 def _list_names(folder: Path) -> list[str]:
-    return files.names(folder)[:_LISTED]
+    return files.list_names(folder)[:_LISTED]

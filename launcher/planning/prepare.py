@@ -14,10 +14,10 @@ from launcher.errors import (
     Finding,
     InvalidConfig,
     Severity,
-    about,
-    errors,
     launch_finding,
     naming_variables,
+    select_errors,
+    set_subject,
 )
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.devices import Devices
@@ -154,9 +154,9 @@ def _choose_target(facts: Facts, rank: int) -> Target:
     """`rank` is which of several machines this is."""
     request = facts.request
     stage = facts.stage
-    root = request.runs or rundir.runs_root()
+    root = request.runs or rundir.find_runs_root()
     requested = _find_requested_output(stage)
-    runs = rundir.newest_first(root)
+    runs = rundir.list_newest_first(root)
     output = resume.choose_output(stage, requested, runs, fresh=request.fresh)
     kind = stage.options.stage
     # as a manifest holds them
@@ -178,8 +178,8 @@ def _choose_target(facts: Facts, rank: int) -> Target:
     earlier = None
     if attempt > 1:
         earlier = folder
-    history = resume.manifests(kind, earlier, output.output)
-    last = lease.newest_lease(output.output)
+    history = resume.list_manifests(kind, earlier, output.output)
+    last = lease.find_newest_lease(output.output)
     if rank and last is not None and last.is_beating():
         # the first of several machines has begun this very start
         history = history[:-1]
@@ -262,7 +262,7 @@ class StartPlan:
         """The start with this decision. Raises InvalidConfig with everything that stops it."""
         with naming_variables(self.facts.redactor):
             plan = self._complete_plan(decision)
-            if errors(plan.all_findings, strict=self.facts.request.strict):
+            if select_errors(plan.all_findings, strict=self.facts.request.strict):
                 raise InvalidConfig(plan.all_findings)
             _require_concealed(plan)
             target = self.target
@@ -282,7 +282,7 @@ class StartPlan:
                 self.facts.trainer,
                 named.path,
                 environ=os.environ,
-                caches=keys.environment(self.caches),
+                caches=keys.derive_environment(self.caches),
                 devices=devices,
                 attempt=attempt,
             )
@@ -300,16 +300,16 @@ class StartPlan:
         """The plan with the values of the output, the caches and the resume."""
         plan = self.plan
         stage = plan.stage
-        last = {**keys.derived(self.caches), **decision.derived}
+        last = {**keys.derive_arguments(self.caches), **decision.derived}
         output = stage.entry.names.output
         if output not in stage.args:
             value = str(self.target.folder.path / "model")
             last[output] = replace(plan.derived[output], value=value)
         findings: list[Finding] = []
         if self.facts.machine is not None:
-            findings += keys.findings(plan, self.caches)
+            findings += keys.check_caches(plan, self.caches)
         findings += decision.findings
-        return plans.completed(plan, last, findings)
+        return plans.complete_plan(plan, last, findings)
 
     def _find_foreign_files(self, plan: Plan) -> tuple[Finding, ...]:
         """Files in the output folder that launch did not make."""
@@ -318,7 +318,7 @@ class StartPlan:
         codes = frozenset[str]()
         if self.facts.machine is not None:
             codes = frozenset(finding.code for finding in plan.all_findings)
-        return about("machine", map(plan.stage.config.placed, self.place.foreign(codes)))
+        return set_subject("machine", map(plan.stage.config.placed, self.place.foreign(codes)))
 
 
 def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
@@ -339,7 +339,7 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
     packages = facts.trainer.packages
     with naming_variables(facts.redactor):
         target = _choose_target(facts, rank)
-        plan = judged or check.settle(
+        plan = judged or check.plan_with_findings(
             facts,
             output=target.folder.path / "model",
             decided=target.output.derived,
@@ -355,7 +355,7 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
         if facts.machine is None:
             caches = keys.derive(plan, packages, lenient=True)
             return StartPlan(facts=facts, plan=plan, target=target, caches=caches, place=place)
-        if any(finding.about != "machine" for finding in errors(plan.all_findings)):
+        if any(finding.about != "machine" for finding in select_errors(plan.all_findings)):
             raise InvalidConfig(plan.all_findings)
         chosen = facts.choose_devices()
         warnings = checks.require_ready(plan, facts.trainer, chosen)
@@ -367,7 +367,7 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
             place=place,
             machine=machine,
             devices=chosen,
-            contents=inputs.of_plan(plan),
+            contents=inputs.record_inputs(plan),
             warnings=warnings,
         )
 
@@ -391,7 +391,7 @@ def _require_concealed(plan: Plan) -> None:
         help = "leave the probe on: it takes it from the environment"
         faults.append(_report_exposed_secret("error", f"args.{name}", message, help))
     if not faults:
-        for name in command.secrets_in_file(plan, os.environ):
+        for name in command.find_secrets_in_file(plan, os.environ):
             message = f"`{name}` holds a secret, and no flag can carry it: "
             message += "it would stand in a file of the run folder"
             help = "leave it out: `hf auth login`, or the variable HF_TOKEN, "
@@ -405,7 +405,7 @@ def _report_exposed_secret(severity: Severity, key: str, message: str, help: str
     return launch_finding(severity, "exposed-secret", message, help, key=key)
 
 
-def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
+def warn_of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
     """A dry run's command would write into the output of an earlier run."""
     if dry.attempt == 1 or not rundir.read_manifest(dry.folder):
         return ()

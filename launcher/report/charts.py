@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, replace
 from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
-from launcher.report.html import Html, details, join, page_section, tag
-from launcher.report.series import Run, compact_json, has_number
+from launcher.report.html import Html, join, render_details, render_section, render_tag
+from launcher.report.series import Run, has_number, render_compact_json
 
 COLOURS = 8
 _TOOLS = Html(
@@ -41,7 +41,7 @@ class PageRun(NamedTuple):
     def mark(self) -> Html:
         colour = self.number % COLOURS
         swatch = Html(f'<span class="swatch k{colour}" aria-hidden="true"></span>')
-        number = tag("span", self.number + 1, class_="no", title=self.name)
+        number = render_tag("span", self.number + 1, class_="no", title=self.name)
         return join([swatch, number])
 
 
@@ -112,15 +112,15 @@ class Panel:
             if not label:
                 continue
             if number:
-                labels.append(tag("span", label, class_="second"))
+                labels.append(render_tag("span", label, class_="second"))
             else:
-                labels.append(tag("span", label))
+                labels.append(render_tag("span", label))
         title: list[object] = [self.title]
         if self.unit:
-            title.append(tag("span", f" {self.unit}", class_="unit"))
-        caption = [tag("h3", *title, id=f"{key}-title")]
+            title.append(render_tag("span", f" {self.unit}", class_="unit"))
+        caption = [render_tag("h3", *title, id=f"{key}-title")]
         if labels:
-            caption.append(tag("span", *labels, class_="lines"))
+            caption.append(render_tag("span", *labels, class_="lines"))
         return Html(
             f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
             f"<figcaption>{join(caption)}</figcaption>"
@@ -187,15 +187,15 @@ class _StageCharts:
             return grid
         title = f"{len(self.folded)} more"
         inner = self._render_grid(self.folded)
-        more = details(title, inner, id=f"more-curves{self.suffix}", class_="more-curves")
+        more = render_details(title, inner, id=f"more-curves{self.suffix}", class_="more-curves")
         return join([grid, more])
 
     def _render_grid(self, panels: Sequence[Panel]) -> Html:
         figures = [panel.as_html(self.suffix) for panel in panels]
-        return tag("div", *figures, class_="grid")
+        return render_tag("div", *figures, class_="grid")
 
 
-def section(entries: Sequence[PageRun]) -> Html:
+def render_charts(entries: Sequence[PageRun]) -> Html:
     """The charts by stage: losses of SFT and DPO cannot be compared."""
     if not any(entry.run.series.steps for entry in entries):
         return Html("")
@@ -209,14 +209,14 @@ def section(entries: Sequence[PageRun]) -> Html:
         charts = _build_stage_charts(suffix, members)
         panels += charts.as_json()
         if len(by_stage) > 1:
-            grids.append(tag("h3", stage.upper() or "other", class_="stage"))
+            grids.append(render_tag("h3", stage.upper() or "other", class_="stage"))
         grids.append(charts.as_html())
     controls = [_render_run_switches(entries), _TOOLS]
     data = _build_script_data(panels, entries)
-    return page_section(
+    return render_section(
         "curves",
         "Curves",
-        tag("div", *controls, class_="controls"),
+        render_tag("div", *controls, class_="controls"),
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         *grids,
         Html(f'<script type="application/json" id="curves-data">{data}</script>'),
@@ -251,13 +251,13 @@ def _render_run_switches(entries: Sequence[PageRun]) -> Html:
     for entry in entries:
         box = f'<input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
         switches.append(Html(f"<label>{box}{entry.heading}</label>"))
-    return tag("fieldset", *switches)
+    return render_tag("fieldset", *switches)
 
 
 def _build_script_data(panels: Sequence[dict[str, object]], entries: Sequence[PageRun]) -> str:
     curves = []
     for entry in entries:
-        fields = compact_json(entry.run.series).removeprefix("{")
+        fields = render_compact_json(entry.run.series).removeprefix("{")
         curves.append(f'{{"name":{json.dumps(entry.name)},{fields}')
     data = f'{{"version":1,"panels":{json.dumps(panels)},"runs":[{",".join(curves)}]}}'
     # no text inside may close the script element

@@ -17,7 +17,7 @@ import typer
 
 from launcher import redaction
 from launcher.errors import Finding
-from launcher.printable import escaped, folded, printable
+from launcher.printable import escape_controls, indent_lines, make_printable
 from launcher.redaction import Redactor
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def echo(*parts: str, err: bool = False, nl: bool = True, redactor: Redactor | N
             clean.append(part)
         else:
             # invisible characters go first: they may part a secret
-            clean.append(redactor.redact(printable(part)))
+            clean.append(redactor.redact(make_printable(part)))
     _write("".join(clean), err=err, nl=nl)
 
 
 def _choose_redactor(redactor: Redactor | None) -> Redactor:
     """What is secret to a plan or a run; without either, to the environment of this process."""
     if redactor is None:
-        return redaction.of_process()
+        return redaction.find_process_secrets()
     return redactor
 
 
@@ -93,7 +93,7 @@ def print_envelope(
         return redactor.redact(str(value))
 
     text = json.dumps(clean, indent=2, ensure_ascii=False, default=redacted_text)
-    _write(escaped(text))
+    _write(escape_controls(text))
 
 
 def print_raw(text: str, redactor: Redactor | None = None) -> None:
@@ -101,18 +101,18 @@ def print_raw(text: str, redactor: Redactor | None = None) -> None:
 
 
 def print_json(data: Any) -> None:
-    _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
+    _write(escape_controls(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
 
 
 def annotate(findings: Iterable[Finding], redactor: Redactor | None = None) -> None:
     """Print findings as GitHub's workflow commands: annotations of a pull request."""
     redactor = _choose_redactor(redactor)
     for finding in findings:
-        command = workflow_command(finding.naming_variables(redactor), Path.cwd())
-        _write(redactor.redact(printable(command, commands=True)))
+        command = render_workflow_command(finding.naming_variables(redactor), Path.cwd())
+        _write(redactor.redact(make_printable(command, commands=True)))
 
 
-def workflow_command(finding: Finding, root: Path) -> str:
+def render_workflow_command(finding: Finding, root: Path) -> str:
     properties: dict[str, str] = {}
     if finding.file is not None:
         path = Path(os.path.abspath(root / finding.file))
@@ -177,11 +177,11 @@ def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None
     named = tuple(finding.naming_variables(redactor) for finding in printed)
     for finding in redactor.redact(named):
         head = style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
-        _write(head + folded(f": {finding.message}"), err=True)
+        _write(head + indent_lines(f": {finding.message}"), err=True)
         if finding.place is not None:
-            _write(folded(f"  --> {finding.place}"), err=True)
+            _write(indent_lines(f"  --> {finding.place}"), err=True)
         if finding.help is not None:
-            _write(folded(f"  help: {finding.help}"), err=True)
+            _write(indent_lines(f"  help: {finding.help}"), err=True)
 
 
 def count_gpus(count: int) -> str:
@@ -320,7 +320,7 @@ def _pad_texts(texts: Sequence[str]) -> list[str]:
 def _format_cell(value: object) -> str:
     if value is None:
         return "-"
-    text = printable(str(value)).replace("\n", " ")
+    text = make_printable(str(value)).replace("\n", " ")
     return text.removeprefix(f"{os.getcwd()}/")
 
 

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 from launcher.report import sections
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, page_section, table, tag
+from launcher.report.html import (
+    Html,
+    format_number,
+    join,
+    render_details,
+    render_section,
+    render_table,
+    render_tag,
+)
 from launcher.runs.evaluation import POINT
 from launcher.runs.record import Json, as_list, as_mapping
 from launcher.verdict import summary
@@ -15,17 +23,17 @@ _SHOWN = 40
 _WORDS = {"passed": "pass", "failed": "fail"}
 
 
-def section(entries: Sequence[PageRun]) -> Html:
+def render_evaluations(entries: Sequence[PageRun]) -> Html:
     """A table of metrics for each evaluated run; empty if there is none."""
     parts: list[object] = []
     for entry in entries:
-        for point in summary.points(entry.run.verdict):
+        for point in summary.list_points(entry.run.verdict):
             if point.get("name") == POINT:
                 if len(entries) > 1:
-                    parts.append(tag("h3", entry.heading))
+                    parts.append(render_tag("h3", entry.heading))
                 parts.append(_render_evaluation(point))
                 break
-    return page_section(KEY, "Evaluation", *parts)
+    return render_section(KEY, "Evaluation", *parts)
 
 
 def _render_evaluation(point: Json) -> Html:
@@ -33,13 +41,13 @@ def _render_evaluation(point: Json) -> Html:
     detail = as_mapping(point.get("detail"))
     parts = [_render_outcome(point, detail.get("seconds"))]
     if point.get("ok") is False and detail.get("reason"):
-        parts.append(tag("p", detail["reason"], class_="why"))
+        parts.append(render_tag("p", detail["reason"], class_="why"))
     rows = _build_rows(detail)
     parts.append(_render_metrics_table(rows[:_SHOWN]))
     folded = rows[_SHOWN:]
     if folded:
         title = f"{len(folded)} more numbers"
-        parts.append(details(title, _render_metrics_table(folded)))
+        parts.append(render_details(title, _render_metrics_table(folded)))
     parts.append(_render_path("metrics", detail.get("metrics_file")))
     parts.append(_render_path("log", detail.get("log")))
     return join(parts)
@@ -51,18 +59,18 @@ def _render_outcome(point: Json, seconds: object) -> Html:
     time = ""
     if isinstance(seconds, int | float):
         time = f" in {seconds:,.0f} s"
-    return tag("p", sections.word(word), time)
+    return render_tag("p", sections.render_word(word), time)
 
 
 def _render_path(title: str, path: object) -> Html:
     if not path:
         return Html("")
-    return tag("p", f"{title}: ", tag("code", path), class_="soft")
+    return render_tag("p", f"{title}: ", render_tag("code", path), class_="soft")
 
 
 def _render_metrics_table(rows: Sequence[Sequence[object]]) -> Html:
-    head = ("metric", sections.right("value"), sections.right("±"), "expected", "")
-    return table(head, rows, "wide")
+    head = ("metric", sections.render_right("value"), sections.render_right("±"), "expected", "")
+    return render_table(head, rows, "wide")
 
 
 def _build_rows(detail: Json) -> list[list[Html]]:
@@ -76,7 +84,7 @@ def _build_rows(detail: Json) -> list[list[Html]]:
         expected = str(gate.get("expected"))
         status = "ok" if gate.get("ok") is True else "fail"
         row = _render_metric(metrics, name, gate.get("value"))
-        row += _render_gate(expected, sections.word(status))
+        row += _render_gate(expected, sections.render_word(status))
         rows.append(row)
     for name, value in metrics.items():
         if name not in gated and not _is_error(name):
@@ -90,7 +98,7 @@ def _render_metric(metrics: Json, name: str, value: object) -> list[Html]:
     """The cells of a metric: its name, value and standard error."""
     error = metrics.get(_derive_error_name(name))
     return [
-        tag("th", tag("code", name), scope="row"),
+        render_tag("th", render_tag("code", name), scope="row"),
         _render_number(value, "value"),
         _render_number(error, "±"),
     ]
@@ -98,14 +106,17 @@ def _render_metric(metrics: Json, name: str, value: object) -> list[Html]:
 
 def _render_gate(expected: str, word: str) -> list[Html]:
     """The cells of what was expected of a metric; empty without a gate."""
-    return [tag("td", expected, class_="mono", data_label="expected"), tag("td", word)]
+    return [
+        render_tag("td", expected, class_="mono", data_label="expected"),
+        render_tag("td", word),
+    ]
 
 
 def _render_number(value: object, label: str) -> Html:
     shown = "–"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        shown = figure(float(value))
-    return tag("td", shown, class_="number", data_label=label)
+        shown = format_number(float(value))
+    return render_tag("td", shown, class_="number", data_label=label)
 
 
 def _derive_error_name(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from launcher.config.points import BY_NAME
-from launcher.printable import folded
+from launcher.printable import indent_lines
 from launcher.report.console import echo, style
 from launcher.verdict import summary
 
@@ -27,26 +27,26 @@ def print_verdict(verdict: Verdict, name: str) -> None:
     A point that is as expected is left out unless it has something to say.
     """
     record = verdict.as_json()
-    outcome = summary.outcome(record)
+    outcome = summary.describe_outcome(record)
     stage = verdict.stage or "unknown stage"
     heading = f"  {name}  ({stage}, {verdict.steps or 0} steps)"
-    echo("verdict: ", style(outcome, _COLOUR_OF_STATUS[outcome]), folded(heading))
+    echo("verdict: ", style(outcome, _COLOUR_OF_STATUS[outcome]), indent_lines(heading))
     printed: set[str | None] = set()
-    cause = summary.cause(record)
+    cause = summary.find_cause(record)
     if cause is not None:
         label = "stopped" if verdict.stopped is not None else "cause"
-        echo("  ", style(label, _COLOUR_OF_STATUS[outcome]), folded(f": {cause.text}"))
+        echo("  ", style(label, _COLOUR_OF_STATUS[outcome]), indent_lines(f": {cause.text}"))
         _print_evidence(cause)
         printed = {cause.text, cause.help, *cause.repeated}
-    unreached = summary.unreached(record)
-    for point in summary.failed_first(record):
+    unreached = summary.list_unreached(record)
+    for point in summary.sort_failed_first(record):
         lines = _describe_point(point)
         if point["name"] in unreached or (point["ok"] is True and not lines):
             continue
         _print_point(point, outcome)
         for line in lines:
             if line not in printed:
-                echo(folded(f"    {line}"))
+                echo(indent_lines(f"    {line}"))
     if unreached:
         # each of them would say the same
         echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
@@ -62,9 +62,9 @@ def _print_evidence(cause: summary.Cause) -> None:
             place += f":{cause.line['line']}"
         if cause.line.get("text"):
             place += f": {cause.line['text']}"
-        echo(folded(place))
+        echo(indent_lines(place))
     if cause.help:
-        echo(folded(f"    help: {cause.help}"))
+        echo(indent_lines(f"    help: {cause.help}"))
 
 
 def _print_metrics(metrics: Mapping[str, float | None]) -> None:
@@ -88,23 +88,23 @@ def _print_point(point: summary.Point, outcome: str) -> None:
     if summary.is_wanted(point):
         expected = f"expected {point['expected']}"
     elif point["ok"] is True:
-        echo(folded(f"  {point['name']:<16}{point['state']!s}"))
+        echo(indent_lines(f"  {point['name']:<16}{point['state']!s}"))
         return
     mark = style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
     state = f"  {point['name']:<16}{point['state']!s:<18}"
-    echo(folded(state), mark, folded(expected))
+    echo(indent_lines(state), mark, indent_lines(expected))
 
 
 def _describe_point(point: summary.Point) -> list[str]:
     lines = []
     kind = BY_NAME.get(str(point["name"]))
     if kind is not None and kind.on_terminal:
-        sentence = summary.sentence(point)
+        sentence = summary.describe_point(point)
         if sentence:
             lines.append(sentence)
     detail = point["detail"]
     if point["ok"] is not True:
-        lines += summary.reasons(detail)
+        lines += summary.list_reasons(detail)
     # also of a point that is as expected: half of the batch may be empty
     if detail.get("wasted"):
         lines.append(detail["wasted"])

@@ -16,7 +16,7 @@ import typer
 from launcher import redaction
 from launcher.config.durations import format_age
 from launcher.config.points import POINTS
-from launcher.printable import printable
+from launcher.printable import make_printable
 from launcher.redaction import Redactor, redact
 from launcher.report.progress import ENDED, TRACKER, Progress, Tail, find_tracker, format_clock
 from launcher.runs import events
@@ -56,7 +56,7 @@ class View:
         redactor: Redactor | None = None,
     ):
         # a terminal is seen by others, and its lines end up in logs of jobs
-        self.redactor = redactor or redaction.of_process()
+        self.redactor = redactor or redaction.find_process_secrets()
         self.title = self.redactor.redact(title)
         self.log = Tail(console)
         self.events = Tail(probe / "rank-0.jsonl")
@@ -158,7 +158,9 @@ class View:
         if self.live is not None:
             from rich.console import Group
 
-            lines = panel(self.title, self.progress, self.live.console, self.tracker, self.redactor)
+            lines = render_panel(
+                self.title, self.progress, self.live.console, self.tracker, self.redactor
+            )
             self.live.update(Group(*lines))
             return
         if self.tracker and not self.tracker_printed:
@@ -169,7 +171,7 @@ class View:
             # a wait without a word looks like a hang
             parts = [self.title, *_format_phase(self.progress)]
         text = "   ".join(parts)
-        line = self.redactor.redact(printable(text)).replace("\n", " ")
+        line = self.redactor.redact(make_printable(text)).replace("\n", " ")
         now = time.monotonic()
         minutes = (now - self.begun) / 60
         interval = PLAIN_EVERY_S * min(12.0, max(1.0, minutes))
@@ -180,7 +182,7 @@ class View:
             typer.echo(line, err=True)
 
 
-def panel(
+def render_panel(
     title: str, progress: Progress, console: Console, tracker: str | None, redactor: Redactor
 ) -> list[Text]:
     """The lines on a terminal: progress, loss, machine, what is proved, where it is tracked."""
@@ -214,7 +216,7 @@ def _format_line(parts: Sequence[str]) -> Text:
 
 
 def _clean_line(text: str) -> str:
-    return redact(printable(text)).replace("\n", " ")
+    return redact(make_printable(text)).replace("\n", " ")
 
 
 def _format_head(progress: Progress, width: int, *, plain: bool) -> list[str]:
@@ -261,7 +263,7 @@ def _format_figures(progress: Progress, *, plain: bool) -> list[str]:
     loss = progress.loss_text()
     curve = ""
     if not plain:
-        curve = sparkline(progress.losses)
+        curve = render_sparkline(progress.losses)
     parts = [f"{loss} {curve}".strip(), *progress.preferences()]
     if progress.grad_norm is not None:
         parts.append(f"gradient norm {progress.grad_norm:.3g}")
@@ -295,7 +297,7 @@ def _format_proofs(progress: Progress) -> Text:
     return line
 
 
-def sparkline(values: Sequence[float]) -> str:
+def render_sparkline(values: Sequence[float]) -> str:
     """Values as a curve one line high; each cell is the mean of a group of values."""
     if len(values) < 2:
         return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from launcher.lazy_dataclass import dataclass
-from launcher.printable import printable
+from launcher.printable import make_printable
 from launcher.redaction import Redactor
 from launcher.report import console
 
@@ -85,7 +85,7 @@ class Paper:
     def _clean_parts(self, parts: Sequence[Span]) -> list[Span]:
         clean = []
         for part in parts:
-            text = self._replace_drawn(self._redactor.redact(printable(part.text)))
+            text = self._replace_drawn(self._redactor.redact(make_printable(part.text)))
             clean.append(Span(text, part.style))
         return clean
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher import __version__, files
 from launcher.config.durations import format_age
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, process
 from launcher.paths import exists
@@ -57,7 +57,7 @@ def list_rows(folders: Sequence[RunFolder]) -> list[Row]:
 
     `part_of` is the folder of the pipeline, bench, ladder or tune that a run belongs to.
     """
-    campaigns = rundir.campaign_by_run(folders)
+    campaigns = rundir.map_campaigns(folders)
     cache = _RowCache.load()
     rows = []
     for folder in folders:
@@ -84,7 +84,7 @@ class _RowCache:
 
     @classmethod
     def load(cls) -> "_RowCache":
-        file = rundir.state_folder() / "rows.json"
+        file = rundir.find_state_folder() / "rows.json"
         return cls(file, Record(rundir.read_json(file)))
 
     def read_row(self, folder: RunFolder) -> Row | None:
@@ -156,7 +156,7 @@ def _is_row(cached: Record, path: str) -> bool:
 
 def _build_unreadable_row(folder: RunFolder, error: Exception) -> Row:
     """The row of a run whose records cannot be read, with the reason as its outcome."""
-    reason = brief(f"{type(error).__name__}: {error}")
+    reason = shorten(f"{type(error).__name__}: {error}")
     row: Row = dict.fromkeys(_ROW_KINDS)
     row |= {
         "run": folder.path.name,
@@ -234,7 +234,7 @@ def _read_current_columns(manifest: Manifest) -> Row:
         # imported here: it is slow, and without an output there are no checkpoints
         from launcher.artifacts import checkpoints
 
-        written = checkpoints.last_written(str(manifest.backend), manifest.output)
+        written = checkpoints.find_last_write(str(manifest.backend), manifest.output)
         if written is not None:
             checkpoint = format_age(time.time() - written)
     return {"age": _format_age_since(manifest.created), "checkpoint": checkpoint}
@@ -252,7 +252,7 @@ def _read_lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
         verdict = _read_verdict(folder, number)
     outcome = None
     if verdict:
-        outcome = summary.outcome(verdict)
+        outcome = summary.describe_outcome(verdict)
     elif progress.hang is not None and state in ("running", "orphaned"):
         outcome = "hangs"
     tracker = None
@@ -313,7 +313,7 @@ def read_state(
     no heartbeat lately.
     """
     second = int(time.monotonic())
-    job = slurm.job_of(folder)
+    job = slurm.find_job(folder)
     if job is not None:
         jobs = _list_jobs(second) or {}
         word = slurm.run_state(jobs.get(job))
@@ -322,7 +322,7 @@ def read_state(
     if runner.is_alive(folder.path, lambda: _list_marks(second)):
         return "orphaned" if runner.is_orphaned(folder) else "running"
     state = read_end_state(folder, progress, number)
-    if state == "lost" and runner.unknown_state(folder) is not None:
+    if state == "lost" and runner.check_known_state(folder) is not None:
         return "unknown"
     return state
 
@@ -378,13 +378,13 @@ def _is_last_attempt(folder: RunFolder) -> bool:
 @lru_cache(maxsize=1)
 def _list_jobs(_second: int) -> dict[str, str] | None:
     """The jobs of the queue; one squeue serves a whole list of runs."""
-    return slurm.job_states()
+    return slurm.ask_job_states()
 
 
 @lru_cache(maxsize=1)
 def _list_marks(_second: int) -> frozenset[str]:
     """The marks of all processes; one look serves a whole list of runs."""
-    return process.live_marks()
+    return process.find_live_marks()
 
 
 def read_last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False) -> None:

@@ -15,10 +15,19 @@ from pathlib import Path
 from launcher import files
 from launcher.errors import unwritable
 from launcher.lazy_dataclass import dataclass
-from launcher.plan.plan import titled
+from launcher.plan.plan import format_title
 from launcher.report import charts, evaluation, sections, series, usage
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, small_below, table, tag, text
+from launcher.report.html import (
+    Html,
+    escape_text,
+    format_number,
+    join,
+    render_details,
+    render_small_below,
+    render_table,
+    render_tag,
+)
 from launcher.report.series import Run
 from launcher.runs import rundir
 from launcher.runs.record import Json, as_mapping
@@ -58,15 +67,15 @@ def render(runs: Sequence[Run], lead: Lead | None = None) -> str:
         lead = Lead(title=title)
     entries = _build_page_runs(runs, lead)
     body = {
-        "curves": charts.section(entries),
-        "verdict": sections.verdicts(entries),
-        evaluation.KEY: evaluation.section(entries),
-        "samples": sections.samples(entries),
-        "plan": sections.plans(entries),
-        usage.KEY: usage.section(entries),
-        "arguments": sections.arguments(entries),
-        "findings": sections.findings(entries),
-        "versions": sections.versions(entries),
+        "curves": charts.render_charts(entries),
+        "verdict": sections.render_verdicts(entries),
+        evaluation.KEY: evaluation.render_evaluations(entries),
+        "samples": sections.render_samples(entries),
+        "plan": sections.render_plans(entries),
+        usage.KEY: usage.render_usage(entries),
+        "arguments": sections.render_arguments(entries),
+        "findings": sections.render_findings(entries),
+        "versions": sections.render_versions(entries),
     }
     if len(runs) == 1 and runs[0].verdict.get("status") != "pass":
         # a run that did not pass begins with its verdict
@@ -75,7 +84,7 @@ def render(runs: Sequence[Run], lead: Lead | None = None) -> str:
     for entry in entries:
         parts.append(_render_banner(entry, several=len(runs) > 1))
     parts.append(_render_overview(entries))
-    parts.append(tag("main", *body.values()))
+    parts.append(render_tag("main", *body.values()))
     return _build_document(lead.title, join(parts))
 
 
@@ -99,12 +108,12 @@ def _build_document(title: str, body: Html) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape_text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         f"{body}\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
-def default_path(runs: Sequence[Run]) -> Path:
+def choose_path(runs: Sequence[Run]) -> Path:
     """The run's own folder for one run, else `report.html` in the working directory."""
     if len(runs) == 1 and runs[0].path.is_dir():
         return rundir.RunFolder(runs[0].path).report
@@ -136,7 +145,7 @@ def _choose_title(run: Run) -> str:
     if not run.manifest:
         return run.name
     name = str(run.manifest.get("name") or run.name)
-    title = titled(run.stage or "", name)
+    title = format_title(run.stage or "", name)
     model = _read_model(run)
     if model and title == run.stage:
         return f"{title} of {Path(str(model)).name}"
@@ -151,22 +160,22 @@ def _render_head(lead: Lead, entries: Sequence[PageRun], body: Mapping[str, Html
     title: list[object] = [lead.title]
     subtitle: list[object] = []
     if lead.decision:
-        decision = tag("span", lead.decision, class_=f"status word {lead.colour}")
+        decision = render_tag("span", lead.decision, class_=f"status word {lead.colour}")
         title += [" ", decision]
     if len(entries) == 1:
         run = entries[0].run
         if run.verdict.get("status") and not lead.decision:
-            outcome = sections.word(summary.outcome(run.verdict))
-            title += [" ", tag("span", outcome, class_="status")]
+            outcome = sections.render_word(summary.describe_outcome(run.verdict))
+            title += [" ", render_tag("span", outcome, class_="status")]
         if run.name != lead.title:
             subtitle.append(run.name)
         if run.tracker:
-            subtitle.append(sections.link(run.tracker))
-    parts = [tag("h1", *title)]
+            subtitle.append(sections.render_link(run.tracker))
+    parts = [render_tag("h1", *title)]
     if subtitle:
-        parts.append(tag("p", join(subtitle, " · "), class_="folder"))
+        parts.append(render_tag("p", join(subtitle, " · "), class_="folder"))
     parts.append(_render_links(body))
-    return tag("header", tag("div", *parts), class_="top")
+    return render_tag("header", render_tag("div", *parts), class_="top")
 
 
 def _render_links(body: Mapping[str, Html]) -> Html:
@@ -175,46 +184,46 @@ def _render_links(body: Mapping[str, Html]) -> Html:
     for key, section in body.items():
         if section:
             word = _LINK_WORDS.get(key, key)
-            links.append(tag("a", word, href=f"#{key}"))
-    return tag("nav", join(links, " "))
+            links.append(render_tag("a", word, href=f"#{key}"))
+    return render_tag("nav", join(links, " "))
 
 
 def _render_banner(entry: PageRun, *, several: bool) -> Html:
     """Why the run did not pass, what to do about it, the evidence and the end of the log."""
     run = entry.run
-    cause = summary.cause(run.verdict)
+    cause = summary.find_cause(run.verdict)
     if cause is None:
         return Html("")
-    outcome = summary.outcome(run.verdict)
-    head: list[object] = [sections.word(outcome), " "]
+    outcome = summary.describe_outcome(run.verdict)
+    head: list[object] = [sections.render_word(outcome), " "]
     if several:
         head += [entry.heading, ": "]
-    parts = [tag("p", *head, cause.text, class_="cause")]
+    parts = [render_tag("p", *head, cause.text, class_="cause")]
     if cause.help:
-        parts.append(tag("p", tag("b", "What to do: "), cause.help))
+        parts.append(render_tag("p", render_tag("b", "What to do: "), cause.help))
     if cause.line:
-        parts.append(sections.citations([cause.line]))
+        parts.append(sections.render_citations([cause.line]))
     if run.tail:
         title = f"the last {len(run.tail)} lines of the log"
         if run.manifest:
             title += f" (all of it: launch logs {run.name})"
-        log = tag("pre", "\n".join(run.tail), tabindex="0")
+        log = render_tag("pre", "\n".join(run.tail), tabindex="0")
         # how a run ended that did train is not what failed
         is_open = outcome == "fail" and not several
-        parts.append(details(title, log, is_open=is_open))
+        parts.append(render_details(title, log, is_open=is_open))
     colour = "stopped"
     if outcome in ("fail", "unproven"):
         colour = outcome
-    return tag("section", *parts, class_=f"banner {colour}", aria_label="what went wrong")
+    return render_tag("section", *parts, class_=f"banner {colour}", aria_label="what went wrong")
 
 
 def _render_lead(lead: Lead) -> Html:
-    parts: list[Html] = [tag("p", line) for line in lead.lines]
+    parts: list[Html] = [render_tag("p", line) for line in lead.lines]
     for rows in lead.tables:
         parts.append(_render_lead_table(rows))
     if not parts:
         return Html("")
-    return tag("section", *parts, class_="result", aria_label="result")
+    return render_tag("section", *parts, class_="result", aria_label="result")
 
 
 def _render_lead_table(rows: Sequence[Json]) -> Html:
@@ -225,7 +234,7 @@ def _render_lead_table(rows: Sequence[Json]) -> Html:
     cells = []
     for row in rows:
         cells.append([_render_lead_cell(name, row.get(name)) for name in columns])
-    return table(columns, cells, "lead")
+    return render_table(columns, cells, "lead")
 
 
 _WORD_COLOURS = {
@@ -243,7 +252,7 @@ _WORD_COLOURS = {
 
 def _render_lead_cell(name: str, value: object) -> Html:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = figure(value)
+        value = format_number(value)
     shown = "–"
     if value is not None:
         shown = str(value)
@@ -251,8 +260,8 @@ def _render_lead_cell(name: str, value: object) -> Html:
     if " – " in shown and " (" in shown:
         # `5,865 (5,392 – 6,338)`: the range below the figure
         middle, _, limits = shown.partition(" (")
-        inner = small_below(middle, f"({limits}")
-    return tag("td", inner, class_=_WORD_COLOURS.get(shown, ""), data_label=name)
+        inner = render_small_below(middle, f"({limits}")
+    return render_tag("td", inner, class_=_WORD_COLOURS.get(shown, ""), data_label=name)
 
 
 _FIGURES = ("steps", "first loss", "last loss", "tokens/s", "peak GiB", "time")
@@ -265,7 +274,7 @@ def _render_overview(entries: Sequence[PageRun]) -> Html:
     # a model that all runs share would only take room
     with_model = not several or len(models) > 1
     first_column = "run" if several else "stage"
-    head: list[object] = [first_column, "verdict", *map(sections.right, _FIGURES)]
+    head: list[object] = [first_column, "verdict", *map(sections.render_right, _FIGURES)]
     if with_model:
         head.append("model")
     head.append("started")
@@ -279,38 +288,38 @@ def _render_overview(entries: Sequence[PageRun]) -> Html:
         row += _render_figure_cells(figures, reference)
         if with_model:
             model = _read_model(run) or "–"
-            row.append(tag("td", model, data_label="model", class_="value"))
+            row.append(render_tag("td", model, data_label="model", class_="value"))
         row.append(_render_start_cell(run))
         rows.append(row)
-    return table(head, rows, "overview")
+    return render_table(head, rows, "overview")
 
 
 def _render_outcome_cell(run: Run) -> Html:
     outcome = "unproven"
     if run.verdict:
-        outcome = summary.outcome(run.verdict)
-    return tag("td", sections.word(outcome))
+        outcome = summary.describe_outcome(run.verdict)
+    return render_tag("td", sections.render_word(outcome))
 
 
 def _render_start_cell(run: Run) -> Html:
     created = str(run.manifest.get("created") or "–")
     created = created.replace("T", " ").replace("+00:00", " UTC")
-    return tag("td", created, data_label="started", class_="time")
+    return render_tag("td", created, data_label="started", class_="time")
 
 
 def _render_run_cell(entry: PageRun, *, several: bool) -> Html:
     run = entry.run
     if not several:
-        return tag("th", run.stage or "–", scope="row")
+        return render_tag("th", run.stage or "–", scope="row")
     heading = entry.heading
     if entry.name != run.name:
-        heading = small_below(heading, run.name)
-    return tag("th", heading, scope="row", class_="run")
+        heading = render_small_below(heading, run.name)
+    return render_tag("th", heading, scope="row", class_="run")
 
 
 def _collect_figures(run: Run) -> list[float | None]:
     """The numbers of `_FIGURES`; the last one in hours."""
-    measured = series.measured_figures(run)
+    measured = series.list_measured_figures(run)
     rate = measured["tokens_per_second"]
     if rate is None:
         rate = measured["logged_tokens_per_second"]
@@ -332,11 +341,11 @@ def _render_figure_cells(
     for label, number, first in zip(_FIGURES, figures, reference, strict=True):
         shown: object = "–"
         if label == "time":
-            shown = sections.clock(number)
+            shown = sections.format_hours(number)
         elif number is not None:
-            shown = figure(number)
+            shown = format_number(number)
         if number is not None and first and number != first:
             share = (number - first) / abs(first)
-            shown = small_below(shown, f"{share:+.1%}".replace("-", "−"))
-        cells.append(tag("td", shown, data_label=label, class_="number"))
+            shown = render_small_below(shown, f"{share:+.1%}".replace("-", "−"))
+        cells.append(render_tag("td", shown, data_label=label, class_="number"))
     return cells

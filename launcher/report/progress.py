@@ -14,7 +14,7 @@ from launcher import files, redaction
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.points import BY_NAME, POINTS
 from launcher.lazy_dataclass import dataclass
-from launcher.printable import printable
+from launcher.printable import make_printable
 from launcher.redaction import Redactor
 
 TAIL_LINES = 20
@@ -382,7 +382,7 @@ def read_last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, 
 
     Of a progress bar, only its last frame is shown.
     """
-    redactor = redactor or redaction.of_process()
+    redactor = redactor or redaction.find_process_secrets()
     try:
         with files.open_regular(path) as log:
             size = os.fstat(log.fileno()).st_size
@@ -409,7 +409,7 @@ def read_last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, 
 
 
 def _clean_text(raw: bytes, redactor: Redactor) -> str:
-    return redactor.redact(printable(raw.decode(errors="replace")))
+    return redactor.redact(make_printable(raw.decode(errors="replace")))
 
 
 def _shorten(line: str) -> str:
@@ -430,7 +430,9 @@ def find_tracker(path: Path, redactor: Redactor | None = None) -> str | None:
         return None
     # the address of an anonymous run holds its key
     address = match[1] or match[2]
-    return (redactor or redaction.of_process()).redact(address.decode(errors="replace").strip())
+    return (redactor or redaction.find_process_secrets()).redact(
+        address.decode(errors="replace").strip()
+    )
 
 
 def format_clock(seconds: float) -> str:

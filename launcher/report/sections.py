@@ -6,10 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from launcher.lazy_dataclass import dataclass
-from launcher.plan.plan import titled
+from launcher.plan.plan import format_title
 from launcher.report import series
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, page_section, small_below, table, tag
+from launcher.report.html import (
+    Html,
+    format_number,
+    join,
+    render_details,
+    render_section,
+    render_small_below,
+    render_table,
+    render_tag,
+)
 from launcher.report.progress import format_clock
 from launcher.report.series import Run
 from launcher.runs.record import Json, as_list, as_mapping
@@ -50,47 +59,47 @@ def _render_each(
         is_open = False
         if is_judged:
             verdict = entry.run.verdict
-            heading += [" ", word(summary.outcome(verdict))]
+            heading += [" ", render_word(summary.describe_outcome(verdict))]
             is_open = verdict.get("status") != "pass"
-        parts.append(details(tag("h3", *heading), inner, is_open=is_open))
+        parts.append(render_details(render_tag("h3", *heading), inner, is_open=is_open))
     return join(parts)
 
 
-def word(status: object) -> Html:
+def render_word(status: object) -> Html:
     """A word that judges, with its mark and in its colour; other words are plain."""
     key = str(status)
     if key not in _MARKS:
-        return tag("span", key.strip(), class_="word ")
+        return render_tag("span", key.strip(), class_="word ")
     colour = "pass" if key == "ok" else key
-    return tag("span", f"{_MARKS[key]} {key}", class_=f"word {colour}")
+    return render_tag("span", f"{_MARKS[key]} {key}", class_=f"word {colour}")
 
 
-def right(title: str) -> Html:
+def render_right(title: str) -> Html:
     """The head of a column of numbers."""
-    return tag("th", title, scope="col", class_="number")
+    return render_tag("th", title, scope="col", class_="number")
 
 
-def clock(hours: float | None) -> str:
+def format_hours(hours: float | None) -> str:
     return "–" if hours is None else format_clock(round(hours * 3600))
 
 
-def link(address: str) -> Html:
+def render_link(address: str) -> Html:
     """A link that leaves the page; anything but http(s) is text."""
     if address.startswith(("https://", "http://")):
-        return tag("a", address, href=address, rel="noreferrer")
-    return tag("span", address)
+        return render_tag("a", address, href=address, rel="noreferrer")
+    return render_tag("span", address)
 
 
-def verdicts(entries: Sequence[PageRun]) -> Html:
+def render_verdicts(entries: Sequence[PageRun]) -> Html:
     """Each point with what it rests on; of several runs, a table of points first."""
-    judged = [entry for entry in entries if summary.points(entry.run.verdict)]
+    judged = [entry for entry in entries if summary.list_points(entry.run.verdict)]
     if not judged:
         return Html("")
     parts = []
     if len(judged) > 1:
         parts.append(_render_points_matrix(judged))
     parts.append(_render_each(entries, _render_points_table, is_judged=True))
-    return page_section("verdict", "Verdict", join(parts))
+    return render_section("verdict", "Verdict", join(parts))
 
 
 def _render_points_matrix(entries: Sequence[PageRun]) -> Html:
@@ -100,66 +109,66 @@ def _render_points_matrix(entries: Sequence[PageRun]) -> Html:
     dashes = ["–"] * len(entries)
     for column, entry in enumerate(entries, start=1):
         head.append(entry.mark)
-        for point in summary.points(entry.run.verdict):
+        for point in summary.list_points(entry.run.verdict):
             name = str(point.get("name"))
             row = rows.setdefault(name, [name, *dashes])
             row[column] = _render_ok(point, entry.run, point.get("state"))
-    return table(head, rows.values())
+    return render_table(head, rows.values())
 
 
 def _render_points_table(entry: PageRun) -> Html:
     rows = []
-    for point in summary.failed_first(entry.run.verdict):
+    for point in summary.sort_failed_first(entry.run.verdict):
         expected = point.get("expected") or "–"
         rows.append(
             [
                 point.get("name"),
-                tag("td", point.get("state"), class_="mono", data_label="state"),
-                tag("td", expected, class_="mono", data_label="expected"),
-                tag("td", _render_ok(point, entry.run)),
+                render_tag("td", point.get("state"), class_="mono", data_label="state"),
+                render_tag("td", expected, class_="mono", data_label="expected"),
+                render_tag("td", _render_ok(point, entry.run)),
                 _render_reasons(point),
             ]
         )
-    return table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
+    return render_table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
 
 
 def _render_ok(point: Json, run: Run, state: object = None) -> Html:
     """Whether a point is as expected, by colour and sign, and beside it the state, if given."""
     ok = point.get("ok")
     if ok is True and not summary.is_wanted(point):
-        return tag("span", state or "–", class_="soft")
+        return render_tag("span", state or "–", class_="soft")
     status = "unproven"
     if ok is True:
         status = "ok"
     elif ok is False:
         status = "fail"
-        if summary.outcome(run.verdict) == "stopped":
+        if summary.describe_outcome(run.verdict) == "stopped":
             # of a stopped run, the only point that fails is its end
             status = "stopped"
     if state is None:
-        return word(status)
-    return join([word(status), " ", state])
+        return render_word(status)
+    return join([render_word(status), " ", state])
 
 
 def _render_reasons(point: Json) -> Html:
     """What is known of a point, in sentences; the evidence is folded below."""
     detail = as_mapping(point.get("detail"))
-    lines: list[object] = [summary.sentence(point)]
+    lines: list[object] = [summary.describe_point(point)]
     if point.get("ok") is not True:
-        lines += summary.reasons(detail)
+        lines += summary.list_reasons(detail)
     lines.append(detail.get("wasted"))
     unique = dict.fromkeys(str(line) for line in lines if line)
-    parts = [tag("p", line, class_="why") for line in unique]
+    parts = [render_tag("p", line, class_="why") for line in unique]
     evidence = [as_mapping(citation) for citation in as_list(point.get("evidence"))]
     if evidence:
         count = "1 line of evidence"
         if len(evidence) > 1:
             count = f"{len(evidence)} lines of evidence"
-        parts.append(details(count, citations(evidence), class_="evidence"))
+        parts.append(render_details(count, render_citations(evidence), class_="evidence"))
     return join(parts)
 
 
-def citations(lines: Sequence[Json]) -> Html:
+def render_citations(lines: Sequence[Json]) -> Html:
     items = []
     for line in lines[:_CITATIONS]:
         file = str(line.get("file") or "")
@@ -167,21 +176,21 @@ def citations(lines: Sequence[Json]) -> Html:
         if line.get("line") is not None:
             place += f":{line['line']}"
         title = f"{line.get('source')}: {file}"
-        parts = [tag("span", place, class_="place mono", title=title)]
+        parts = [render_tag("span", place, class_="place mono", title=title)]
         if line.get("text"):
-            parts.append(tag("code", line["text"]))
-        items.append(tag("li", *parts))
+            parts.append(render_tag("code", line["text"]))
+        items.append(render_tag("li", *parts))
     if len(lines) > _CITATIONS:
-        items.append(tag("li", f"and {len(lines) - _CITATIONS} more", class_="soft"))
-    return tag("ul", *items, class_="cites")
+        items.append(render_tag("li", f"and {len(lines) - _CITATIONS} more", class_="soft"))
+    return render_tag("ul", *items, class_="cites")
 
 
 _ENDS = {"length": "cut off", "interrupted": "interrupted"}
 
 
-def samples(entries: Sequence[PageRun]) -> Html:
+def render_samples(entries: Sequence[PageRun]) -> Html:
     """What a model answered before and after its training, and what the data set answers."""
-    return page_section("samples", "Before and after", _render_each(entries, _render_samples))
+    return render_section("samples", "Before and after", _render_each(entries, _render_samples))
 
 
 def _render_samples(entry: PageRun) -> Html:
@@ -193,9 +202,11 @@ def _render_samples(entry: PageRun) -> Html:
         base = as_mapping(record.get("base")).get("name")
         if base:
             origin += f" Before: {base}."
-        parts.append(tag("p", origin, class_="soft"))
+        parts.append(render_tag("p", origin, class_="soft"))
     if record.get("failed"):
-        parts.append(tag("p", f"There are not all answers: {record['failed']}", class_="soft"))
+        parts.append(
+            render_tag("p", f"There are not all answers: {record['failed']}", class_="soft")
+        )
     for prompt in map(as_mapping, as_list(record.get("prompts"))):
         if prompt.get("before") or prompt.get("after"):
             parts.append(_render_sample(prompt))
@@ -217,24 +228,24 @@ def _render_sample(prompt: Json) -> Html:
     if prompt.get("expected"):
         answers.append(_render_answer("in the data set", prompt["expected"], None))
     parts = [
-        tag("pre", "\n\n".join(texts), class_="prompt", tabindex="0"),
-        tag("div", *answers, class_="answers"),
+        render_tag("pre", "\n\n".join(texts), class_="prompt", tabindex="0"),
+        render_tag("div", *answers, class_="answers"),
     ]
-    return tag("article", *parts, class_="sample")
+    return render_tag("article", *parts, class_="sample")
 
 
 def _render_answer(title: str, text: object, ended: object) -> Html:
     heading: list[object] = [title]
     note = _ENDS.get(str(ended))
     if note:
-        heading += [" ", tag("small", f"({note})")]
+        heading += [" ", render_tag("small", f"({note})")]
     shown = text
     if text == "":
-        shown = tag("span", "nothing", class_="soft")
+        shown = render_tag("span", "nothing", class_="soft")
     elif not text:
-        shown = tag("span", "–", class_="soft")
-    answer = tag("pre", shown, tabindex="0")
-    return tag("div", tag("h4", *heading), answer)
+        shown = render_tag("span", "–", class_="soft")
+    answer = render_tag("pre", shown, tabindex="0")
+    return render_tag("div", render_tag("h4", *heading), answer)
 
 
 _QUANTITIES = {
@@ -264,21 +275,21 @@ class _Figures:
         return self.planned.get(key) is not None or self.measured.get(key) is not None
 
 
-def plans(entries: Sequence[PageRun]) -> Html:
+def render_plans(entries: Sequence[PageRun]) -> Html:
     """The plan of each run beside the measurement; one run has a row a quantity."""
     if not any(entry.run.manifest or entry.run.series.steps for entry in entries):
         return Html("")
     runs = []
     for entry in entries:
-        planned = series.planned_figures(entry.run)
-        measured = series.measured_figures(entry.run)
+        planned = series.list_planned_figures(entry.run)
+        measured = series.list_measured_figures(entry.run)
         runs.append(_Figures(entry, planned, measured))
     keys = [key for key in _QUANTITIES if any(run.has(key) for run in runs)]
     if len(runs) == 1:
         shown = _render_plan_of_one(runs[0], keys)
     else:
         shown = _render_plan_of_several(runs, keys)
-    return page_section("plan", "Plan and measurement", shown)
+    return render_section("plan", "Plan and measurement", shown)
 
 
 def _render_plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
@@ -292,26 +303,26 @@ def _render_plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
         rows.append(
             [
                 _QUANTITIES[key],
-                tag("td", _format_quantity(key, planned), class_="number"),
-                tag("td", _format_quantity(key, measured), class_="number"),
-                tag("td", ratio, class_="number soft"),
+                render_tag("td", _format_quantity(key, planned), class_="number"),
+                render_tag("td", _format_quantity(key, measured), class_="number"),
+                render_tag("td", ratio, class_="number soft"),
             ]
         )
-    head = ["", right("plan"), right("measured"), right("ratio")]
-    return table(head, rows, "figures")
+    head = ["", render_right("plan"), render_right("measured"), render_right("ratio")]
+    return render_table(head, rows, "figures")
 
 
 def _render_plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Html:
     head: list[object] = [""]
     for key in keys:
-        head.append(tag("th", _QUANTITIES[key], scope="col", class_="number fold"))
+        head.append(render_tag("th", _QUANTITIES[key], scope="col", class_="number fold"))
     rows = []
     for run in runs:
-        row = [tag("th", run.entry.heading, scope="row", class_="run")]
+        row = [render_tag("th", run.entry.heading, scope="row", class_="run")]
         for key in keys:
             row.append(_render_figure_cell(run, key))
         rows.append(row)
-    return table(head, rows, "figures")
+    return render_table(head, rows, "figures")
 
 
 def _render_figure_cell(run: _Figures, key: str) -> Html:
@@ -320,18 +331,18 @@ def _render_figure_cell(run: _Figures, key: str) -> Html:
     measured = run.measured.get(key)
     shown: object = _format_quantity(key, measured)
     if planned is not None and planned != measured:
-        shown = small_below(shown, f"plan {_format_quantity(key, planned)}")
-    return tag("td", shown, class_="number")
+        shown = render_small_below(shown, f"plan {_format_quantity(key, planned)}")
+    return render_tag("td", shown, class_="number")
 
 
 def _format_quantity(key: str, value: float | None) -> str:
     if value is None:
         return "–"
     if key == "hours":
-        return clock(value)
+        return format_hours(value)
     if key in ("wasted_share", "mfu"):
-        return f"{figure(value * 100, 3)} %"
-    return figure(value)
+        return f"{format_number(value * 100, 3)} %"
+    return format_number(value)
 
 
 @dataclass(slots=True)
@@ -353,7 +364,7 @@ class _ArgumentTables:
                 origins.append(str(item.get("origin", "")))
             marks = marks_by_value.setdefault(value, [])
             marks.append(entry.mark)
-        name = tag("code", key)
+        name = render_tag("code", key)
         values = [value for value in marks_by_value if value is not None]
         is_default = all(origin.startswith("default: ") for origin in origins)
         # a default that some runs do not have is that of another trainer
@@ -361,12 +372,12 @@ class _ArgumentTables:
         if len(values) > 1 or is_missing:
             self.differing.append([name, _render_values_cell(marks_by_value)])
             return
-        cell = tag("td", tag("code", values[0]), class_="value")
+        cell = render_tag("td", render_tag("code", values[0]), class_="value")
         rows = self.defaults if is_default else self.alike
         rows.append([name, cell, origins[0]])
 
 
-def arguments(entries: Sequence[PageRun]) -> Html:
+def render_arguments(entries: Sequence[PageRun]) -> Html:
     """What was set and by whom, with the defaults folded; of several runs what differs first."""
     tables = _ArgumentTables()
     names: dict[str, None] = {}
@@ -377,29 +388,29 @@ def arguments(entries: Sequence[PageRun]) -> Html:
     if not names:
         return Html("")
     head = ("argument", "value", "set by")
-    alike = table(head, tables.alike, "wide")
+    alike = render_table(head, tables.alike, "wide")
     if len(entries) == 1:
         parts = [alike]
     else:
         parts = [
-            tag("h3", f"{len(tables.differing)} that differ"),
-            table(("argument", "value"), tables.differing, "wide"),
+            render_tag("h3", f"{len(tables.differing)} that differ"),
+            render_table(("argument", "value"), tables.differing, "wide"),
         ]
         if alike:
-            parts.append(details(f"{len(tables.alike)} set alike", alike))
+            parts.append(render_details(f"{len(tables.alike)} set alike", alike))
     if tables.defaults:
         title = f"{len(tables.defaults)} defaults"
-        parts.append(details(title, table(head, tables.defaults, "wide")))
-    return page_section("arguments", "Arguments", join(parts))
+        parts.append(render_details(title, render_table(head, tables.defaults, "wide")))
+    return render_section("arguments", "Arguments", join(parts))
 
 
 def _render_values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
     """The values of an argument, each beside the runs that have it."""
     items = []
     for value, marks in marks_by_value.items():
-        shown = tag("code", "–" if value is None else value)
-        items.append(tag("li", join([*marks, shown], " ")))
-    return tag("td", tag("ul", *items, class_="cites"))
+        shown = render_tag("code", "–" if value is None else value)
+        items.append(render_tag("li", join([*marks, shown], " ")))
+    return render_tag("td", render_tag("ul", *items, class_="cites"))
 
 
 def _format_yaml(value: object) -> str:
@@ -408,7 +419,7 @@ def _format_yaml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def findings(entries: Sequence[PageRun]) -> Html:
+def render_findings(entries: Sequence[PageRun]) -> Html:
     several = len(entries) > 1
     head = ["finding", "place", ""]
     if several:
@@ -420,7 +431,7 @@ def findings(entries: Sequence[PageRun]) -> Html:
             if several:
                 row.insert(0, entry.mark)
             rows.append(row)
-    return page_section("findings", "Findings", table(head, rows, "wide"))
+    return render_section("findings", "Findings", render_table(head, rows, "wide"))
 
 
 def _render_finding_row(finding: Json) -> list[object]:
@@ -429,13 +440,15 @@ def _render_finding_row(finding: Json) -> list[object]:
         place += f":{finding['line']}"
     message = finding.get("message") or ""
     if finding.get("help"):
-        message = small_below(message, finding["help"])
+        message = render_small_below(message, finding["help"])
     code = f"{finding.get('severity')}[{finding.get('code')}]"
-    return [tag("code", code), tag("small", place), join([message])]
+    return [render_tag("code", code), render_tag("small", place), join([message])]
 
 
-def versions(entries: Sequence[PageRun]) -> Html:
-    return page_section("versions", "Versions and command", _render_each(entries, _render_versions))
+def render_versions(entries: Sequence[PageRun]) -> Html:
+    return render_section(
+        "versions", "Versions and command", _render_each(entries, _render_versions)
+    )
 
 
 def _render_versions(entry: PageRun) -> Html:
@@ -446,11 +459,11 @@ def _render_versions(entry: PageRun) -> Html:
     for name, value in _collect_facts(entry.run).items():
         if value:
             rows.append([name, value])
-    parts: list[object] = [table(("", ""), rows, "wide facts")]
+    parts: list[object] = [render_table(("", ""), rows, "wide facts")]
     folder = f"in {manifest.get('cwd')}"
     typed = as_list(manifest.get("launch_argv"))
     if typed:
-        parts.append(tag("h3", "Command"))
+        parts.append(render_tag("h3", "Command"))
         parts.append(_render_command(f"typed-{entry.number}", folder, typed))
     argv = as_list(manifest.get("argv"))
     if argv:
@@ -458,9 +471,9 @@ def _render_versions(entry: PageRun) -> Html:
         where = f"{folder}, with {variables} set"
         command = _render_command(f"command-{entry.number}", where, argv)
         if typed:
-            parts.append(details(tag("h3", "What it started"), command))
+            parts.append(render_details(render_tag("h3", "What it started"), command))
         else:
-            parts += [tag("h3", "Command"), command]
+            parts += [render_tag("h3", "Command"), command]
     return join(parts)
 
 
@@ -473,7 +486,7 @@ def _collect_facts(run: Run) -> dict[str, object]:
     packages = as_mapping(trainer.get("packages"))
     backend = str(source.get("backend") or "")
     version = str(source.get("version") or "")
-    title = titled(backend, version)
+    title = format_title(backend, version)
     if not source.get("pinned", True):
         title += f", not the pin {source.get('pin')}"
     python = None
@@ -484,7 +497,7 @@ def _collect_facts(run: Run) -> dict[str, object]:
     gpus = map(str, as_list(machine.get("gpus")))
     tracker = None
     if run.tracker:
-        tracker = link(run.tracker)
+        tracker = render_link(run.tracker)
     return {
         "source": title,
         "changed files": _join_by_comma(source.get("changed_files")),
@@ -519,8 +532,8 @@ def _join_by_comma(values: object) -> str:
 
 def _render_command(key: str, where: str, argv: Iterable[object]) -> Html:
     parts = [
-        tag("p", where, class_="soft"),
-        tag("pre", shlex.join(map(str, argv)), id=key, tabindex="0"),
-        tag("p", tag("button", "copy", type="button", data_copy=key)),
+        render_tag("p", where, class_="soft"),
+        render_tag("pre", shlex.join(map(str, argv)), id=key, tabindex="0"),
+        render_tag("p", render_tag("button", "copy", type="button", data_copy=key)),
     ]
     return join(parts)

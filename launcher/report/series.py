@@ -23,7 +23,7 @@ from launcher.runs import attempt, rundir
 from launcher.runs.record import PlanRecord, as_mapping
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
-from launcher.verdict.evidence import Evidence, Row, finite
+from launcher.verdict.evidence import Evidence, Row, keep_finite
 from launcher.verdict.judge import RunJudgement
 
 REPORT_VERSION = 1
@@ -83,7 +83,7 @@ class Run:
             "stage": self.stage,
             "verdict": self.verdict or None,
             "plan": as_mapping(self.manifest.get("plan")) or None,
-            "measured": measured_figures(self),
+            "measured": list_measured_figures(self),
             "series": self.series.as_json(),
             "ended": self.ended or None,
             "samples": self.samples or None,
@@ -104,7 +104,7 @@ def load_runs(targets: Sequence[str]) -> list[Run]:
     """
     paths: list[Path] = []
     for target in targets:
-        members = rundir.campaign_runs(Path(target))
+        members = rundir.list_campaign_runs(Path(target))
         if members:
             paths += [member.path for member in members]
         else:
@@ -141,7 +141,7 @@ def load_run(path: Path) -> Run:
         return run_from_judgement(path, judgement)
     rows = []
     for row in files.read_lines(path / "metrics.jsonl"):
-        if finite(row.get("step")) is not None:
+        if keep_finite(row.get("step")) is not None:
             rows.append(row)
     rows.sort(key=lambda row: row["step"])
     verdict = rundir.read_json(path / "verdict.json")
@@ -162,7 +162,7 @@ def _load_log(path: Path) -> Run:
         path=path.absolute(),
         manifest={},
         verdict=redact(check.judge_log_evidence(training).as_json()),
-        series=series_from_rows(training.rows),
+        series=make_series(training.rows),
         ended={},
         arguments=redact(arguments),
         tail=progress.read_last_lines(path),
@@ -194,7 +194,7 @@ def run_from_records(
     ranks = None
     if last.probe is not None:
         ranks = last.probe.world
-    redactor = attempt.redactor(folder)
+    redactor = attempt.find_redactor(folder)
     records: dict[str, Mapping[str, Any]] = {
         "manifest": as_mapping(manifest),
         "verdict": as_mapping(verdict),
@@ -212,7 +212,7 @@ def run_from_records(
         path=path,
         manifest=clean["manifest"],
         verdict=clean["verdict"],
-        series=series_from_rows(rows),
+        series=make_series(rows),
         ended=clean["ended"],
         arguments=arguments,
         ranks=ranks,
@@ -222,14 +222,14 @@ def run_from_records(
     )
 
 
-def series_from_rows(rows: Iterable[Row]) -> Series:
+def make_series(rows: Iterable[Row]) -> Series:
     """The curves of some steps; speed and wasted share follow from other columns."""
     steps: list[int] = []
     nonfinite: list[int] = []
     table: list[Row] = []
     names: dict[str, None] = {}
     for row in rows:
-        if finite(row.get("step")) is None:
+        if keep_finite(row.get("step")) is None:
             continue
         table.append(row)
         step = int(row["step"])
@@ -240,7 +240,7 @@ def series_from_rows(rows: Iterable[Row]) -> Series:
     columns: dict[str, tuple[float | None, ...]] = {}
     for name in names:
         if name not in ("step", "finite"):
-            columns[name] = tuple(finite(row.get(name)) for row in table)
+            columns[name] = tuple(keep_finite(row.get(name)) for row in table)
     _add_ratio(columns, "tokens_per_second", "tokens", "seconds")
     _add_ratio(columns, "wasted_share", "wasted", "positions")
     return Series(
@@ -281,7 +281,7 @@ _METRICS = (
 )
 
 
-def measured_figures(run: Run) -> dict[str, float | None]:
+def list_measured_figures(run: Run) -> dict[str, float | None]:
     """What was measured of a run, under the plan's names; None where nothing was.
 
     Memory is the peak in GiB. `hours` is the whole last attempt, loading and saving included.
@@ -295,14 +295,14 @@ def measured_figures(run: Run) -> dict[str, float | None]:
     figures = {
         "processes": run.ranks,
         "rows_per_step": rows_per_step,
-        "steps": finite(run.verdict.get("steps")),
+        "steps": keep_finite(run.verdict.get("steps")),
         "tokens_per_step": _compute_mean(run.series.columns.get("tokens", ())),
-        "peak_gib": finite(metrics.get("peak_allocated_gib")),
-        "reserved_gib": finite(metrics.get("peak_reserved_gib")),
+        "peak_gib": keep_finite(metrics.get("peak_allocated_gib")),
+        "reserved_gib": keep_finite(metrics.get("peak_reserved_gib")),
         "hours": _compute_hours(run.ended),
     }
     for name in _METRICS:
-        figures[name] = finite(metrics.get(name))
+        figures[name] = keep_finite(metrics.get(name))
     return figures
 
 
@@ -322,12 +322,12 @@ def _compute_hours(ended: Mapping[str, Any]) -> float | None:
         return None
 
 
-def planned_figures(run: Run) -> dict[str, float | None]:
-    """What was planned, under the names of `measured_figures`; None where it is unknown."""
+def list_planned_figures(run: Run) -> dict[str, float | None]:
+    """What was planned, under the names of `list_measured_figures`; None where it is unknown."""
     plan = codec.read_record(PlanRecord, as_mapping(run.manifest.get("plan")))
-    tokens_per_step = finite(plan.tokens_per_step)
-    tokens_per_second = finite(plan.tokens_per_second)
-    hours = finite(plan.hours)
+    tokens_per_step = keep_finite(plan.tokens_per_step)
+    tokens_per_second = keep_finite(plan.tokens_per_second)
+    hours = keep_finite(plan.hours)
     if tokens_per_second is None and plan.steps and tokens_per_step and hours:
         tokens_per_second = plan.steps * tokens_per_step / (hours * 3600)
     processes = None
@@ -340,7 +340,7 @@ def planned_figures(run: Run) -> dict[str, float | None]:
         "steps": plan.steps,
         "tokens_per_step": tokens_per_step,
         "tokens_per_second": tokens_per_second,
-        "peak_gib": finite(memory.get("peak")),
+        "peak_gib": keep_finite(memory.get("peak")),
         "hours": hours,
     }
 
@@ -361,7 +361,7 @@ def rename_duplicates(runs: Sequence[Run]) -> list[Run]:
     return renamed
 
 
-def compact_json(series: Series) -> str:
+def render_compact_json(series: Series) -> str:
     """The JSON form with no more digits than a curve can show: half of the bytes."""
     columns = []
     for name, values in series.columns.items():

@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
 from launcher.report.charts import COLOURS, PageRun
-from launcher.report.html import Html, details, figure, join, page_section, table, tag, text
+from launcher.report.html import (
+    Html,
+    escape_text,
+    format_number,
+    join,
+    render_details,
+    render_section,
+    render_table,
+    render_tag,
+)
 from launcher.runs import usage
 from launcher.runs.rundir import RunFolder
 from launcher.runs.usage import GpuSample, UsageSample
@@ -52,7 +61,7 @@ class UsageChart:
     top: float | None = None
 
 
-def section(entries: Sequence[PageRun]) -> Html:
+def render_usage(entries: Sequence[PageRun]) -> Html:
     """The charts of each sampled run, a machine at a time; empty if no run was sampled."""
     parts: list[object] = []
     for entry in entries:
@@ -67,10 +76,10 @@ def section(entries: Sequence[PageRun]) -> Html:
             if machine.path != path:
                 node = f" {machine.path.name}"
             if len(entries) > 1 or node:
-                parts.append(tag("h3", entry.heading, node))
-            parts.append(tag("div", *map(_render_chart, charts), class_="grid"))
+                parts.append(render_tag("h3", entry.heading, node))
+            parts.append(render_tag("div", *map(_render_chart, charts), class_="grid"))
             parts.append(_render_statistics(charts))
-    return page_section(KEY, "Machine", *parts)
+    return render_section(KEY, "Machine", *parts)
 
 
 def _build_charts(samples: Sequence[UsageSample]) -> list[UsageChart]:
@@ -134,14 +143,14 @@ def _render_chart(chart: UsageChart) -> Html:
     labels = []
     for number, line in enumerate(chart.lines):
         if line.label:
-            labels.append(tag("span", line.label, class_=_choose_colour(number)))
-    unit = tag("span", f" {chart.unit}", class_="unit")
+            labels.append(render_tag("span", line.label, class_=_choose_colour(number)))
+    unit = render_tag("span", f" {chart.unit}", class_="unit")
     title = join([chart.title, unit])
-    caption = [tag("h3", title)]
+    caption = [render_tag("h3", title)]
     if labels:
-        caption.append(tag("span", *labels, class_="lines"))
-    figcaption = tag("figcaption", *caption)
-    return tag("figure", figcaption, _render_svg(chart), class_="usage")
+        caption.append(render_tag("span", *labels, class_="lines"))
+    figcaption = render_tag("figcaption", *caption)
+    return render_tag("figure", figcaption, _render_svg(chart), class_="usage")
 
 
 def _choose_colour(number: int) -> str:
@@ -158,7 +167,7 @@ def _render_svg(chart: UsageChart) -> Html:
         for stretch in _split_at_gaps(points):
             places = " ".join(_place_point(point, duration, top) for point in stretch)
             parts.append(f'<polyline class="{_choose_colour(number)}" points="{places}"/>')
-    label = text(f"{chart.title} over {_format_duration(duration)}")
+    label = escape_text(f"{chart.title} over {_format_duration(duration)}")
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
     return Html(f'<svg class="usage" {box}>{"".join(parts)}</svg>')
 
@@ -167,10 +176,10 @@ def _render_axes(duration: float, top: float) -> Iterable[str]:
     """Three horizontal rules with their values, and the clock below."""
     for share in (0.0, 0.5, 1.0):
         y = _TOP + _PLOT_HEIGHT * (1 - share)
-        value = text(figure(share * top, 3))
+        value = escape_text(format_number(share * top, 3))
         yield f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value}</text>'
-    end = text(_format_duration(duration))
+    end = escape_text(_format_duration(duration))
     yield f'<text x="{_LEFT}" y="{_HEIGHT - 4}">0</text>'
     yield f'<text x="{_WIDTH}" y="{_HEIGHT - 4}" text-anchor="end">{end}</text>'
 
@@ -225,7 +234,7 @@ def _render_statistics(charts: Sequence[UsageChart]) -> Html:
             values = [point.value for point in line.points]
             row = [name]
             for value in (statistics.fmean(values), min(values), max(values)):
-                row.append(f"{figure(value, 3)} {chart.unit}")
+                row.append(f"{format_number(value, 3)} {chart.unit}")
             rows.append(row)
     head = ("", "mean", "least", "most")
-    return details("mean, least and most", table(head, rows))
+    return render_details("mean, least and most", render_table(head, rows))

@@ -8,7 +8,7 @@ from typing import Any
 from launcher.errors import Finding, Severity
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Values
-from launcher.upstream.trainers import Entry, entry_of
+from launcher.upstream.trainers import Entry, find_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Context:
 
     @property
     def entry(self) -> Entry:
-        return entry_of(self.values.schema)
+        return find_entry(self.values.schema)
 
     @property
     def at_start(self) -> Severity:

@@ -9,7 +9,7 @@ from launcher.artifacts import model_config
 from launcher.dataset import reading, shapes, sources
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Occurrence, RowPlace, Survey, look
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.files import read_bytes, read_json
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
@@ -78,10 +78,10 @@ def looked_at(key: str, source: Source) -> Looked:
 def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
     """What of a data set cannot be looked at, and why; a start says what is on the hub alone."""
     if source.fault is not None:
-        message = f"{brief(source.name)} {source.fault}"
+        message = f"{shorten(source.name)} {source.fault}"
         yield say("error", "bad-data", key, message, source.remedy)
     elif source.unseen is not None and (context.machine is not None or is_dir(source.name)):
-        message = f"the rows of {brief(source.name)} were not looked at: {source.unseen}"
+        message = f"the rows of {shorten(source.name)} were not looked at: {source.unseen}"
         yield say("note", "unseen-data", key, message)
 
 
@@ -98,9 +98,9 @@ def readable(looked: Looked) -> Iterator[Finding]:
         )
     elif not survey.rows and not survey.unread:
         names = ", ".join(map(str, looked.source.files[:_SHOWN_FAULTS]))
-        yield looked.say("error", "bad-data", f"{brief(names)}: holds no rows")
+        yield looked.say("error", "bad-data", f"{shorten(names)}: holds no rows")
     if survey.unread:
-        message = f"not every row was looked at: {brief('; '.join(survey.unread))}"
+        message = f"not every row was looked at: {shorten('; '.join(survey.unread))}"
         help = "pip install pyarrow" if survey.lacks_pyarrow else None
         yield looked.say("note", "unseen-data", message, help)
 
@@ -120,7 +120,7 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
     first = next((path for path in looked.source.files if str(path) in with_rows), None)
     if first is None:
         return
-    typed_rows = reading.rows_typed_first(first)
+    typed_rows = reading.count_rows_typed_first(first)
 
     def comes_late(place: RowPlace) -> bool:
         return place.file != str(first) or place.number > typed_rows
@@ -131,7 +131,9 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
             late[column] = place
     if late:
         names = ", ".join(f"`{column}` ({place})" for column, place in late.items())
-        message = f"columns come later than the first rows of {brief(str(first))}: {brief(names)}"
+        message = (
+            f"columns come later than the first rows of {shorten(str(first))}: {shorten(names)}"
+        )
         help = (
             "`datasets` refuses that: leave these columns out, or write them in every row, null "
             "where there is none"
@@ -307,7 +309,7 @@ def _check_roles(looked: Looked, column: str) -> Iterator[Finding]:
         return
     names = ", ".join(f"`{role}`" for role in sorted(odd))
     tally = next(iter(odd.values()))
-    message = f"`{column}` has the roles {brief(names)} (first: {tally.first})"
+    message = f"`{column}` has the roles {shorten(names)} (first: {tally.first})"
     effect = "others are written as they are, or refused"
     help = convertible(looked, f"templates know `system`, `user` and `assistant`: {effect}")
     yield looked.say("warning", "odd-roles", message, help)
@@ -409,7 +411,7 @@ def takes_pictures(model: object, context: Context) -> bool | None:
 
     None where neither is here.
     """
-    path = model_config.where(model, context.environ)
+    path = model_config.find_config_file(model, context.environ)
     if path is None:
         return None
     files = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -419,7 +421,7 @@ def takes_pictures(model: object, context: Context) -> bool | None:
 
 
 def _find_folder(model: object, context: Context) -> Path | None:
-    where = model_config.where(model, context.environ)
+    where = model_config.find_config_file(model, context.environ)
     if where is not None:
         return where.parent
     return Path(model) if isinstance(model, str) and is_dir(model) else None

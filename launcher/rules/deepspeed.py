@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher.artifacts import architecture, model_config, model_files
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.rules.context import Context, RuleTable, StageRule, caches_only, section
 from launcher.rules.premises import asks, where
 from launcher.rules.rule import cites, say, say_of_option
@@ -306,7 +306,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["use_lora"] or context.zero_stage not in {1, 2} or caches_only(context):
         return
-    config = model_config.built_from(values, context.environ)
+    config = model_config.build_config(values, context.environ)
     family = str(config.get("model_type"))
     if family in _BIASED or _asks_for_biases(config):
         crash = f"LoRA on a {family} model crashes with ZeRO-{context.zero_stage}"
@@ -352,14 +352,14 @@ def _has_no_bias(context: Context) -> bool:
     """Whether no parameter is a bias: by the weights that lie here, or by the family."""
     values = context.values
     name = values["model_name_or_path"]
-    path = model_config.where(name, context.environ, values.get("model_revision"))
+    path = model_config.find_config_file(name, context.environ, values.get("model_revision"))
     if path is not None:
-        weights = model_files.sizes(path.parent)
+        weights = model_files.read_sizes(path.parent)
         if weights:
             return not any(mark in weight for weight in weights for mark in _WITHOUT_DECAY)
-    config = model_config.built_from(values, context.environ)
+    config = model_config.build_config(values, context.environ)
     if not config:
-        config = architecture.table().get(str(name).lower(), {})
+        config = architecture.load_known_shapes().get(str(name).lower(), {})
     return config.get("model_type") in _UNBIASED and not _asks_for_biases(config)
 
 
@@ -403,7 +403,7 @@ def mismatches(context: Context) -> Iterator[Finding]:
     for name, key, expected in _list_expected(context):
         entry = _find_entry(file, name)
         if expected is not None and entry not in (None, "auto", expected):
-            differing.append(f"`{name}: {brief(entry)}` is not `{key}: {brief(expected)}`")
+            differing.append(f"`{name}: {shorten(entry)}` is not `{key}: {shorten(expected)}`")
     if differing:
         message = f"transformers refuses the DeepSpeed file: {'; '.join(differing)}"
         yield _report_in_file(
@@ -474,7 +474,7 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
     name = str(context.values["optim"])
     kind = section(file, "optimizer").get("type")
     if kind is not None:
-        message = f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(kind)}"
+        message = f"`optim: {name}` is not read: the DeepSpeed file has its own, {shorten(kind)}"
         yield say("warning", "optim-unread", "optim", message, "delete one of them")
     if "optimizer" in file or file.get("zero_force_ds_cpu_optimizer") is False:
         return

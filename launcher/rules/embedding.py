@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.artifacts import architecture, model_config, vocabulary
 from launcher.artifacts.vocabulary import Vocabulary
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 from launcher.rules import data
@@ -37,7 +37,7 @@ class Excess:
     def __str__(self) -> str:
         size = self.vocabulary.size
         tokens = self.vocabulary.beyond(self.rows)
-        names = ", ".join(brief(f"`{token}`") for token in tokens[:_SHOWN])
+        names = ", ".join(shorten(f"`{token}`") for token in tokens[:_SHOWN])
         if len(tokens) > _SHOWN:
             names += ", ..."
         missing = size - self.rows
@@ -64,7 +64,7 @@ def _find_excess(context: Context) -> Excess | None:
 
 
 def _read_config(context: Context) -> Mapping[str, Any]:
-    return model_config.text_part(model_config.built_from(context.values, context.environ))
+    return model_config.take_text_part(model_config.build_config(context.values, context.environ))
 
 
 def _read_rows(config: Mapping[str, Any]) -> int | None:
@@ -107,7 +107,7 @@ def beyond_embedding(context: Context) -> Iterator[Finding]:
     severity: Severity = "warning"
     if used:
         severity = "error"
-        token = brief(_find_token(context, words, used[0]))
+        token = shorten(_find_token(context, words, used[0]))
         role = used[0].removesuffix("_find_token")
         effect = f"the {role} token is {token}, and the first batch with it crashes"
     help = excess.remedy

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.artifacts import architecture, chat_template, model_config, model_files
 from launcher.artifacts.architecture import Shape
-from launcher.errors import Finding, InvalidConfig, Severity, brief
+from launcher.errors import Finding, InvalidConfig, Severity, shorten
 from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, RuleTable, StageRule, caches_only, section
 from launcher.rules.premises import where
@@ -87,7 +87,7 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     values = context.values
     key = "max_seq_length" if "max_seq_length" in values else "max_length"
     length = values.get(key)
-    reach = positions(model_config.built_from(values, context.environ))
+    reach = positions(model_config.build_config(values, context.environ))
     if reach is None or not values.given(key) or not isinstance(length, int):
         return
     reach = max(reach, _compute_scaled_positions(context))
@@ -111,7 +111,7 @@ def _compute_scaled_positions(context: Context) -> int:
 
 def positions(config: Mapping[str, Any]) -> int | None:
     """How many positions a model was made for, the scaling of its rotary embedding included."""
-    text = model_config.text_part(config)
+    text = model_config.take_text_part(config)
     plain = text.get("max_position_embeddings", text.get("n_positions"))
     if not isinstance(plain, int) or plain < 1:
         return None
@@ -183,7 +183,7 @@ def _read_config(context: Context) -> Mapping[str, Any]:
 def _read_arguments(context: Context) -> Mapping[str, Any]:
     values = context.values
     arguments = inline(values.get("model_init_kwargs"))
-    return arguments or model_config.replaced(values.get("additional_model_arguments"))
+    return arguments or model_config.parse_replacements(values.get("additional_model_arguments"))
 
 
 @cites("transformers/modeling_utils.py::PreTrainedModel.from_pretrained[model = cls(config]")
@@ -198,7 +198,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
     shape = _find_shape(model_config.read_model_config(name, context.environ))
     if shape is None:
         return
-    stored = model_files.sizes(Path(name))
+    stored = model_files.read_sizes(Path(name))
     if stored is None:
         return
     if not any(weight.startswith("model.") for weight in stored):
@@ -212,11 +212,11 @@ def other_weights(context: Context) -> Iterator[Finding]:
         of_files = " x ".join(map(str, stored[weight]))
         of_config = " x ".join(map(str, needed[weight]))
         fault = f"{weight} is {of_files} in its files, and {of_config} by its config.json"
-        message = f"{brief(name)} cannot be trained from: {fault}"
+        message = f"{shorten(name)} cannot be trained from: {fault}"
         yield say(context.at_start, _CODE, _MODEL, message, "config.json is another model's")
     missing = sorted(needed.keys() - stored.keys())
     if missing:
-        share = f"{len(missing)} of {len(needed)} weights of {brief(name)}"
+        share = f"{len(missing)} of {len(needed)} weights of {shorten(name)}"
         message = f"{share} are in no file and begin at random: {missing[0]} ..."
         help = None
         if stored:
@@ -248,7 +248,7 @@ def by_name(shape: Shape) -> Sizes:
 
 def _find_shape(config: Mapping[str, Any]) -> Shape | None:
     try:
-        return architecture.shape_of(config)
+        return architecture.parse_shape(config)
     except InvalidConfig:
         return None
 
@@ -277,12 +277,14 @@ def _check_missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     if is_file(name) and key != "config_name":
         message = f"{name} is a file, not a folder"
         help = f"name the folder with its config.json, such as {Path(name).parent}"
-    elif model_config.here(name) or (key == _MODEL and _read_config(context)):
+    elif model_config.is_local(name) or (key == _MODEL and _read_config(context)):
         return
     elif model_config.is_path(name):
         message = f"there is no folder {name} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-    elif model_config.offline(context.environ) and not model_config.cached(name, context.environ):
+    elif model_config.is_offline(context.environ) and not model_config.is_cached(
+        name, context.environ
+    ):
         absent = f"{name} is neither a folder here nor in the hub's cache"
         message = f"{absent}, and HF_HUB_OFFLINE is set"
         help = "unset HF_HUB_OFFLINE, or download it first"
@@ -306,7 +308,7 @@ def impossible_name(context: Context) -> Iterator[Finding]:
             names = value[::2]
         for name in names:
             if isinstance(name, str) and _is_impossible(name):
-                message = f"`{key}`: no folder and nothing on the hub can be called {brief(name)}"
+                message = f"`{key}`: no folder and nothing on the hub can be called {shorten(name)}"
                 yield say("error", "impossible-name", key, message, help)
 
 
@@ -333,7 +335,7 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
         # `adapter_alone` speaks of it
         if model_files.is_adapter(folder):
             return
-        fault = model_files.config_fault(folder)
+        fault = model_files.find_config_fault(folder)
         if fault is not None:
             yield _report_incomplete(context, _CODE, key, fault)
             if key == _MODEL:
@@ -341,7 +343,7 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
     folder = _find_folder_to_read(context, values[_MODEL], revision)
     if folder is None or model_files.is_adapter(folder):
         return
-    fault = model_files.weights_fault(folder)
+    fault = model_files.find_weights_fault(folder)
     # transformers/integrations/peft.py::PeftAdapterMixin.load_adapter[module.requires_grad_]
     if fault is None and is_file(folder / model_files.ADAPTER) and not context.lacks("peft"):
         fault = (
@@ -370,11 +372,11 @@ def adapter_alone(context: Context) -> Iterator[Finding]:
         if folder is None:
             continue
         name = str(values[key])
-        alone = f"{brief(name)} is an adapter alone ({model_files.ADAPTER})"
+        alone = f"{shorten(name)} is an adapter alone ({model_files.ADAPTER})"
         message = f"{alone}, without the model that it was made for"
-        base = model_files.adapter_base(folder)
+        base = model_files.find_adapter_base(folder)
         if base is not None:
-            message += f", {brief(base)}"
+            message += f", {shorten(base)}"
         command = _render_merge_command(name, folder, base)
         help = f"merge it first, and name the merged model: {command}"
         yield say(context.at_start, "adapter-alone", key, message, help)
@@ -396,7 +398,7 @@ def folder_of(context: Context, name: object, revision: str | None) -> Path | No
         return Path(name)
     if model_config.is_path(name):
         return None
-    return model_config.snapshot(name, context.environ, revision)
+    return model_config.find_snapshot(name, context.environ, revision)
 
 
 def _render_merge_command(name: str, folder: Path, base: str | None) -> str:
@@ -427,14 +429,14 @@ def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
         folder = _find_folder_to_read(context, values.get(key), revision)
         if folder is None or (key == _MODEL and model_files.is_adapter(folder)):
             continue
-        fault = model_files.tokenizer_fault(folder)
+        fault = model_files.find_tokenizer_fault(folder)
         if fault is not None:
             yield _report_incomplete(context, "incomplete-tokenizer", key, fault)
 
 
 def _report_incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
     name = str(context.values[key])
-    message = f"{brief(name)} cannot be trained from: {fault}"
+    message = f"{shorten(name)} cannot be trained from: {fault}"
     help = "finish the run that makes it, or copy it again"
     if "git-lfs" in fault:
         help = f"git -C {shlex.quote(name)} lfs pull"
@@ -448,8 +450,8 @@ def _find_folder_to_read(context: Context, name: object, revision: str | None) -
     """
     if isinstance(name, str) and name and is_dir(name):
         folder = Path(name)
-    elif model_config.offline(context.environ):
-        config = model_config.where(name, context.environ, revision)
+    elif model_config.is_offline(context.environ):
+        config = model_config.find_config_file(name, context.environ, revision)
         if config is None:
             return None
         folder = config.parent

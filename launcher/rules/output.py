@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher import files
 from launcher.artifacts import checkpoints
 from launcher.artifacts.checkpoints import Checkpoint
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.files import read_json
 from launcher.paths import exists, is_file
 from launcher.rules.context import Context, RuleTable, caches_only
@@ -65,7 +65,7 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
 @superseded_by("attempts")
 def finished_model(context: Context) -> Iterator[Finding]:
     """A run that ended is begun from zero again."""
-    names = files.names(context.output)
+    names = files.list_names(context.output)
     if caches_only(context) or not {"config.json", "adapter_config.json"} & {*names}:
         return
     resume = context.entry.names.resume
@@ -89,7 +89,7 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     if not isinstance(name, str) or not name or name.lower() in ("true", "false"):
         return
     folder = Path(name)
-    fault = _find_checkpoint_fault(context, folder, brief(name))
+    fault = _find_checkpoint_fault(context, folder, shorten(name))
     if fault is None:
         yield from _check_remaining(context, folder)
         return
@@ -108,7 +108,7 @@ def _find_checkpoint_fault(context: Context, folder: Path, name: str) -> str | N
         return f"there is no folder {name} here"
     if not is_file(folder / "trainer_state.json"):
         return f"{name} is not a checkpoint: it has no trainer_state.json"
-    if not any(map(_STATES.match, files.names(folder))):
+    if not any(map(_STATES.match, files.list_names(folder))):
         return f"{name} holds no weights"
     return None
 
@@ -130,7 +130,7 @@ def _check_remaining(context: Context, folder: Path) -> Iterator[Finding]:
         limit = context.values[key]
     if isinstance(limit, int | float) and isinstance(done, int | float) and done >= limit:
         message = (
-            f"{brief(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: "
+            f"{shorten(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: "
             "nothing would be trained"
         )
         help = "raise the limit, or delete the line to start over"

@@ -16,10 +16,10 @@ from typing import Any
 from launcher.artifacts import model_config
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import mixture
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.lazy_dataclass import dataclass
-from launcher.machine.trees import is_within, same_place
-from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, canonical, exists, is_dir
+from launcher.machine.trees import is_same_place, is_within
+from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, exists, is_dir, resolve_path
 from launcher.rules.context import Context
 from launcher.rules.rule import cites, say
 from launcher.runs import places
@@ -57,7 +57,7 @@ def unintended_output(context: Context) -> Iterator[Finding]:
         return
     reason = _find_literal_fault(text) or _find_place_fault(context, text)
     if reason is not None:
-        message = f"`{key}: {brief(text)}` {reason}"
+        message = f"`{key}: {shorten(text)}` {reason}"
         yield say("error", CODE, key, message, _explain_help(key, text), layer="launch")
 
 
@@ -92,12 +92,12 @@ def _find_place_fault(context: Context, text: str) -> str | None:
     if folder is None or "\0" in text:
         return None
     # as it is named too: what is appended to it does not make `/` a folder of the run's own
-    if canonical(Path(text)) == Path("/"):
+    if resolve_path(Path(text)) == Path("/"):
         return "is the root of the file system"
-    output = canonical(folder)
+    output = resolve_path(folder)
     for place in (*_list_machine_places(), *_list_training_places(context)):
-        path = canonical(place.path)
-        if same_place(output, path):
+        path = resolve_path(place.path)
+        if is_same_place(output, path):
             return f"is {place.name}, {path}"
         if is_within(path, output):
             return f"holds {place.name}, {path}"
@@ -109,12 +109,12 @@ def _find_place_fault(context: Context, text: str) -> str | None:
 
 
 def _find_system_fault(output: Path) -> str | None:
-    if any(same_place(output, Path(name)) for name in _SHARED.split()):
+    if any(is_same_place(output, Path(name)) for name in _SHARED.split()):
         return f"is {output}, which belongs to the system or to all users"
     if any(output.is_relative_to(free) for free in _WITHIN):
         return None
     for name in _SYSTEM.split():
-        if output.is_relative_to(canonical(Path(name))):
+        if output.is_relative_to(resolve_path(Path(name))):
             return f"lies in {name}, which belongs to the system"
     return None
 
@@ -131,10 +131,10 @@ def _list_machine_places() -> Iterator[Place]:
         yield Place(path=PROJECT, name="launch's own folder")
         yield Place(path=PROJECT / ".git", name="launch's own repository", below=True)
     yield Place(path=PACKAGE, name="launch's own package", below=True)
-    yield Place(path=places.runs_root(), name="the folder of the runs")
-    yield Place(path=places.state_folder(), name="launch's list of runs", below=True)
+    yield Place(path=places.find_runs_root(), name="the folder of the runs")
+    yield Place(path=places.find_state_folder(), name="launch's list of runs", below=True)
     yield Place(path=cache_home(os.environ), name="launch's cache", below=True)
-    yield Place(path=model_config.hub_home(os.environ), name="Hugging Face's cache")
+    yield Place(path=model_config.find_hub_home(os.environ), name="Hugging Face's cache")
 
 
 def _list_training_places(context: Context) -> Iterator[Place]:
@@ -155,7 +155,7 @@ def _list_training_places(context: Context) -> Iterator[Place]:
 
 def _list_data(context: Context) -> list[Any]:
     """The names of the files and folders of data."""
-    mixed = mixture.of_values(context.values, context.environ)
+    mixed = mixture.read_mixture(context.values, context.environ)
     if mixed is not None:
         return mixed.names()
     data = context.values.get(context.entry.names.data)
@@ -163,20 +163,20 @@ def _list_data(context: Context) -> list[Any]:
 
 
 def _list_model_places(context: Context, model: Path) -> Iterator[Place]:
-    folder = canonical(Path(str(context.values[context.entry.names.output])))
+    folder = resolve_path(Path(str(context.values[context.entry.names.output])))
     # a checkpoint of the folder itself may be what to go on from
-    if same_place(canonical(model), folder):
+    if is_same_place(resolve_path(model), folder):
         yield Place(path=model, name="the folder of the model that training begins from")
 
 
 def _list_source_places(source: Path) -> Iterator[Place]:
     """A checkout; what somebody who works in it puts below the working folder is their own."""
     yield Place(path=source, name="the folder of the trainer's source")
-    checkout = canonical(source)
+    checkout = resolve_path(source)
     if not exists(checkout / ".git"):
         yield Place(path=source, name="the trainer's packages", below=True)
         return
-    if not is_within(canonical(Path.cwd()), checkout):
+    if not is_within(resolve_path(Path.cwd()), checkout):
         yield Place(path=source, name="the checkout", below=True)
     yield Place(path=source / ".git", name="the checkout's repository", below=True)
     yield Place(path=source / "open_instruct", name="the checkout's source", below=True)

@@ -87,13 +87,13 @@ def _find_stored_type(context: Context) -> str:
     values = context.values
     name = values["model_name_or_path"]
     revision = values.get("model_revision")
-    path = model_config.where(name, context.environ, revision)
+    path = model_config.find_config_file(name, context.environ, revision)
     if path is None:
         return ""
-    written = model_config.weights_type(
+    written = model_config.find_weights_type(
         model_config.read_model_config(name, context.environ, revision)
     )
-    return written or model_files.number_format(path.parent)
+    return written or model_files.read_number_format(path.parent)
 
 
 def _keeps_masters(context: Context) -> bool:

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from launcher.errors import About, Finding, about
+from launcher.errors import About, Finding, set_subject
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import Rule, as_it_stands
 from launcher.upstream.schema import NoSuchField, Values
@@ -99,7 +99,7 @@ def apply_in(context: Context) -> Iterator[Finding]:
         if not _is_due(rule, context):
             continue
         with suppress(NoSuchField):
-            yield from about(_find_subject(rule), as_it_stands(rule, rule(context), schema))
+            yield from set_subject(_find_subject(rule), as_it_stands(rule, rule(context), schema))
 
 
 def _find_subject(rule: StageRule) -> About:

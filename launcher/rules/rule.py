@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from launcher.errors import Finding, Layer, Severity, brief
+from launcher.errors import Finding, Layer, Severity, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.rules import premises
 from launcher.upstream.schema import Schema, Values
@@ -66,7 +66,7 @@ class Range:
 
 def plain(value: float) -> str:
     """A number for a message; an int of hundreds of digits is no float, and is cut."""
-    return f"{value:g}" if isinstance(value, float) else brief(str(value))
+    return f"{value:g}" if isinstance(value, float) else shorten(str(value))
 
 
 def outside(
@@ -134,7 +134,7 @@ def check(
     @cites(cited, reviewed=reviewed)
     def rule(values: Values) -> Iterator[Finding]:
         if (values.schema.tested or not tested) and when(values):
-            filled = re.sub(r"\{(\w+)\}", lambda name: brief(values[name[1]]), message)
+            filled = re.sub(r"\{(\w+)\}", lambda name: shorten(values[name[1]]), message)
             yield say(severity, code, key, filled, help, layer=layer)
 
     rule.__dict__["about"] = f"{code} of {key}"
@@ -195,7 +195,7 @@ def as_it_stands(
             line_of = None
             if standing is not None:
                 line_of = standing.line
-            finding = replace(finding, message=citations.rendered(finding.message, line_of))
+            finding = replace(finding, message=citations.render_citations(finding.message, line_of))
         if standing is not None and finding.layer != "launch" and not settled:
             finding = standing.weighed(finding, standing.changed(rule))
         yield finding

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.artifacts import model_config
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.paths import is_file
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import cites, say
@@ -52,7 +52,7 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    home = model_config.home(environ)
+    home = model_config.find_home(environ)
     named = environ.get("NETRC")
     for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
         with suppress(OSError, ValueError, netrc.NetrcParseError):
@@ -78,7 +78,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
     # the default has a rule of its own, until it comes to a run
     if not values["push_to_hub"] or (context.machine is None and not values.given("push_to_hub")):
         return
-    if model_config.offline(environ):
+    if model_config.is_offline(environ):
         cause = "HF_HUB_OFFLINE is set"
         help = "unset it, or write `push_to_hub: false`"
     elif not values.get("hub_token") and not has_hub_token(environ):
@@ -96,7 +96,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
 def has_hub_token(environ: Mapping[str, str]) -> bool:
     if any(map(environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"))):
         return True
-    path = environ.get("HF_TOKEN_PATH") or model_config.hub_home(environ) / "token"
+    path = environ.get("HF_TOKEN_PATH") or model_config.find_hub_home(environ) / "token"
     return is_file(Path(path))
 
 
@@ -111,7 +111,7 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
     if chosen:
         names = [chosen]
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
-        missing = brief(" or ".join(names))
+        missing = shorten(" or ".join(names))
         message = f"torch.compile builds its kernels with a compiler, and {missing} is not here"
         help = f"apt-get install g++, or write `{key}: false`"
         yield say("error", "no-compiler", key, message, help)

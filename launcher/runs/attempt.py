@@ -25,7 +25,7 @@ from launcher.errors import not_ready
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Misfit, Omission
-from launcher.printable import printable
+from launcher.printable import make_printable
 from launcher.redaction import Redactor
 from launcher.runs import rundir
 from launcher.runs.record import LARGEST_WORLD, Record
@@ -46,7 +46,7 @@ _NOBODY = 65534  # the owner that a user namespace shows for every user it does 
 _END_OF_FILE = "END_OF_FILE"
 
 
-def probe_settings(env: Mapping[str, str]) -> Record:
+def read_probe_settings(env: Mapping[str, str]) -> Record:
     """The probe's settings in a command's environment; empty without a probe."""
     try:
         return Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
@@ -104,7 +104,7 @@ def _render_here_document(path: Path, text: str) -> str:
 
 def _quote(word: str) -> str:
     """A word for a shell; in the `$'...'` of bash and zsh if it has unprintable characters."""
-    if printable(word) == word:
+    if make_printable(word) == word:
         return shlex.quote(word)
     quoted = ""
     for character in word:
@@ -203,7 +203,7 @@ def read_attempt(folder: RunFolder) -> Attempt:
     raise not_ready("not-prepared", message, help, file=str(folder.path))
 
 
-def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
+def find_other_writer_of_start(folder: RunFolder, *, parents: bool = True) -> str | None:
     """Why somebody else may have written a run's `start.json`; None if nobody can have.
 
     As for ssh's keys: folder and file belong to this user, are no links, and nobody else can write
@@ -213,7 +213,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
     path = folder.path.absolute()
     try:
         for entry in (path, folder.start):
-            reason = files.writable_by_others(entry)
+            reason = files.find_other_writer(entry)
             if reason is not None:
                 return reason
         if parents:
@@ -252,14 +252,14 @@ def is_private_group(gid: int) -> bool:
 def require_own(folder: RunFolder) -> None:
     """Raise NotReady if another user may have written what a run folder would start."""
     # without the parents: by its name alone only another run of this user can take its place
-    reason = writable_by_others(folder, parents=False)
+    reason = find_other_writer_of_start(folder, parents=False)
     if reason is not None:
         message = f"{folder.path.name} is not started: {reason}"
         help = "start a stage file of your own: launch sft CONFIG"
         raise not_ready("not-your-run", message, help, file=str(folder.path))
 
 
-def redactor(folder: RunFolder) -> Redactor:
+def find_redactor(folder: RunFolder) -> Redactor:
     """What is secret here, or was where the run was started."""
     start = Record(rundir.read_json(folder.start))
     environ = {name: str(value) for name, value in start.part("environ").items()}

@@ -75,7 +75,7 @@ class EvaluationRecord:
         return {**asdict(self), "command": list(self.command), "gates": gates}
 
 
-def evaluation_folder(run: RunFolder) -> RunFolder:
+def find_evaluation_folder(run: RunFolder) -> RunFolder:
     """Where an evaluation writes; its files are named like those of a run."""
     return RunFolder(run.path / FOLDER)
 

@@ -111,7 +111,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     events = []
     try:
         with files.open_regular(path) as stream:
-            for line in files.lines(stream):
+            for line in files.read_raw_lines(stream):
                 event = parse_event(line)
                 if event is not None:
                     events.append(event)
@@ -123,4 +123,4 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 @lru_cache(maxsize=64)
 def _build_readers(name: str) -> Mapping[str, codec.Reader]:
     kinds = {**COMMON, **FIELDS.get(name, {})}
-    return {key: codec.reader_of(kind) for key, kind in kinds.items()}
+    return {key: codec.make_reader(kind) for key, kind in kinds.items()}

@@ -19,7 +19,7 @@ from launcher.artifacts import digest, layout
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import trees
 from launcher.machine.trees import Budget, TreeEntry
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.runs import lease, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
@@ -98,7 +98,7 @@ def _encode_states(states: Mapping[str, FileState] | None) -> dict[str, list[obj
     return rows
 
 
-def file_state(status: os.stat_result) -> FileState:
+def describe_file(status: os.stat_result) -> FileState:
     return FileState(
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
@@ -161,13 +161,13 @@ def record_before(folder: RunFolder, attempt: int, output: Path | None) -> None:
         return
     # a full disk costs the record, not the start: then no file counts as written by the run
     with contextlib.suppress(OSError):
-        place = canonical(output)
+        place = resolve_path(output)
         budget = Budget(names=MAX_NAMES, seconds=START_S)
         before = {}
         with trees.open_tree(place) as root:
             inode = os.fstat(root).st_ino
             for entry in _walk_trainer_files(root, budget):
-                before[entry.path] = file_state(entry.status)
+                before[entry.path] = describe_file(entry.status)
         record = Inventory(
             output=str(place),
             inode=inode,
@@ -193,13 +193,13 @@ def record_written(folder: RunFolder, attempt: int, *, late: bool = False) -> No
         return
     last_ns = None
     if late:
-        last_ns = last_activity_ns(folder, attempt) + int(AFTER_S * 1e9)
+        last_ns = find_last_activity_ns(folder, attempt) + int(AFTER_S * 1e9)
     with contextlib.suppress(OSError):
         completed = _add_written_files(record, last_ns)
         files.write_json(folder.inventory(attempt), completed.as_json())
 
 
-def last_activity_ns(folder: RunFolder, attempt: int) -> int:
+def find_last_activity_ns(folder: RunFolder, attempt: int) -> int:
     """When a process of an attempt last wrote its log, the probe's records or its heartbeat."""
     paths = [folder.console(attempt), folder.exit(attempt), *folder.probe.glob("*.jsonl")]
     output = rundir.read_manifest(folder).output
@@ -213,7 +213,7 @@ def last_activity_ns(folder: RunFolder, attempt: int) -> int:
 
 
 def _find_leases_of_attempt(output: Path, folder: RunFolder, attempt: int) -> Iterator[Path]:
-    for each in lease.all_leases(output):
+    for each in lease.list_leases(output):
         if Path(each.run).name != folder.path.name:
             continue
         if files.read_json(each.manifest).get("attempt") == attempt:
@@ -227,14 +227,14 @@ def _add_written_files(record: Inventory, last_ns: int | None) -> Inventory:
         inode = os.fstat(root).st_ino
         budget = Budget(names=MAX_NAMES, seconds=END_S)
         for entry in _walk_trainer_files(root, budget):
-            state = file_state(entry.status)
+            state = describe_file(entry.status)
             if not _is_new(record, entry.path, state):
                 continue
             changed_ns = max(state.mtime_ns, state.ctime_ns)
             if last_ns is not None and changed_ns > last_ns:
                 continue
             if not state.link and time.monotonic() < digest_until:
-                state = replace(state, digest=file_digest(entry))
+                state = replace(state, digest=digest_file(entry))
             written[entry.path] = state
     return replace(record, inode=inode, written=written)
 
@@ -249,7 +249,7 @@ def _is_new(record: Inventory, path: str, state: FileState) -> bool:
     return earlier is None or not state.is_same(earlier)
 
 
-def file_digest(entry: TreeEntry) -> str | None:
+def digest_file(entry: TreeEntry) -> str | None:
     """The digest of a file; None if it is too large for one, or changes meanwhile."""
     if entry.status.st_size > _MAX_DIGEST_BYTES and not entry.name.endswith(".safetensors"):
         return None

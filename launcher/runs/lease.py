@@ -176,7 +176,7 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def newest_lease(output: Path | None) -> Lease | None:
+def find_newest_lease(output: Path | None) -> Lease | None:
     """The lease that is, or was last, in force for an output folder."""
     if output is None:
         return None
@@ -186,7 +186,7 @@ def newest_lease(output: Path | None) -> Lease | None:
     return read_lease(_locate_lease(output, fences[-1]))
 
 
-def all_leases(output: Path) -> list[Lease]:
+def list_leases(output: Path) -> list[Lease]:
     """Every readable lease of an output folder, oldest first."""
     leases = []
     for fence in _read_fences(output / FOLDER):
@@ -214,7 +214,7 @@ def _locate_lease(output: Path, fence: int) -> Path:
 
 def _read_fences(folder: Path) -> list[int]:
     fences = []
-    for name in files.names(folder):
+    for name in files.list_names(folder):
         match = _NAME.match(name)
         if match is not None:
             fences.append(int(match[1]))
@@ -229,7 +229,7 @@ def require_free(output: Path | None) -> int:
     if output is None:
         return 1
     _require_no_obstacle(output)
-    newest = newest_lease(output)
+    newest = find_newest_lease(output)
     if newest is None:
         return 1
     if newest.fence >= LARGEST_FENCE:
@@ -238,8 +238,8 @@ def require_free(output: Path | None) -> int:
         help = f"delete it: rm {shlex.quote(str(newest.path))}"
         raise not_ready("bad-lease", message, help, file=str(newest.path))
     # all of them: a file that is no lease may have a higher number than that of a run
-    for lease in reversed(all_leases(output)):
-        reason = reason_held(lease)
+    for lease in reversed(list_leases(output)):
+        reason = explain_hold(lease)
         if reason is not None:
             raise NotReady(_report_held(lease, str(output), reason))
     return newest.fence + 1
@@ -303,13 +303,13 @@ def wait_for_expiry(output: Path, run: Path) -> None:
     """
     until = time.monotonic() + SILENT_S + BEAT_S
     while time.monotonic() < until:
-        newest = newest_lease(output)
-        if newest is None or newest.run != str(run) or reason_held(newest) is None:
+        newest = find_newest_lease(output)
+        if newest is None or newest.run != str(run) or explain_hold(newest) is None:
             return
         time.sleep(1)
 
 
-def reason_held(lease: Lease) -> str | None:
+def explain_hold(lease: Lease) -> str | None:
     """Why a lease still counts, for a message; None if its owner is known to be gone."""
     if lease.state != "running":
         return None
@@ -321,7 +321,7 @@ def reason_held(lease: Lease) -> str | None:
     if owner is not None and owner.is_alive():
         return last_beat
     owner_is_local = owner is not None and owner.is_local()
-    if lease.run in process.live_marks() or is_locked(lease.lock):
+    if lease.run in process.find_live_marks() or is_locked(lease.lock):
         if owner_is_local:
             return f"{last_beat}; its supervisor is gone, and its training continues"
         return last_beat

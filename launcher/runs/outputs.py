@@ -22,7 +22,7 @@ from launcher.errors import not_ready
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import trees
 from launcher.machine.trees import Budget
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.runs import lease, rundir
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
@@ -66,7 +66,7 @@ class _ListedRun:
 
 
 def _make_row(run: str, output: str | None) -> _ListedRun:
-    return _ListedRun(run, output, rundir.entry_name(Path(run)))
+    return _ListedRun(run, output, rundir.name_entry(Path(run)))
 
 
 def register_output(run: Path, output: str | None) -> None:
@@ -77,14 +77,14 @@ def register_output(run: Path, output: str | None) -> None:
 def _resolve_output(output: str | None) -> str | None:
     if output is None:
         return None
-    return str(canonical(Path(output)))
+    return str(resolve_path(Path(output)))
 
 
 def _append_rows(rows: Iterable[_ListedRun]) -> None:
     lines = ""
     for row in rows:
         lines += json.dumps([row.run, row.output, row.entry]) + "\n"
-    folder = rundir.state_folder()
+    folder = rundir.find_state_folder()
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     # without a writable state folder the next start reads the manifests again
     with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def _append_rows(rows: Iterable[_ListedRun]) -> None:
 
 
 class _OutputsCache:
-    """The last answer of `outputs_by_run`: one command may ask for several stages."""
+    """The last answer of `map_outputs`: one command may ask for several stages."""
 
     changed: tuple[int | None, ...] = ()
     outputs: Mapping[str, str] = {}
@@ -107,7 +107,7 @@ class _OutputsCache:
 _cache = _OutputsCache()
 
 
-def outputs_by_run(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
+def map_outputs(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
     """The canonical output folder of every run that has one, by its run folder.
 
     Runs that are not on the list are read from their manifests, newest first, for at most `seconds`
@@ -139,8 +139,8 @@ def outputs_by_run(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
 
 def _read_change_stamp() -> tuple[int | None, ...]:
     """Another value whenever a run has started since, in this folder or elsewhere."""
-    state = rundir.state_folder()
-    root = rundir.runs_root()
+    state = rundir.find_state_folder()
+    root = rundir.find_runs_root()
     stamp: list[int | None] = [hash(str(state)), hash(str(root))]
     for path in (state / _LIST, state / "runs", root):
         try:
@@ -156,7 +156,7 @@ def _read_list() -> list[_ListedRun]:
     """The last line of each run."""
     rows: dict[str, _ListedRun] = {}
     try:
-        raw = files.read_bytes(rundir.state_folder() / _LIST, _MAX_LIST_BYTES)
+        raw = files.read_bytes(rundir.find_state_folder() / _LIST, _MAX_LIST_BYTES)
     except OSError:
         return []
     for line in raw.splitlines():
@@ -183,14 +183,14 @@ def _find_unlisted_runs(rows: Iterable[_ListedRun]) -> Iterator[str]:
     """Run folders that are not on the list, newest first: of the runs folder, then of the index."""
     listed_runs = {row.run for row in rows}
     listed_entries = {row.entry for row in rows}
-    root = rundir.runs_root()
-    for name in reversed(files.names(root)):
+    root = rundir.find_runs_root()
+    for name in reversed(files.list_names(root)):
         run = f"{root}/{name}"
         if run not in listed_runs:
-            listed_entries.add(rundir.entry_name(Path(run)))
+            listed_entries.add(rundir.name_entry(Path(run)))
             yield run
-    index = rundir.state_folder() / "runs"
-    for name in reversed(files.names(index)):
+    index = rundir.find_state_folder() / "runs"
+    for name in reversed(files.list_names(index)):
         if name not in listed_entries:
             with contextlib.suppress(OSError):
                 yield os.fsdecode(files.read_bytes(index / name))
@@ -221,7 +221,7 @@ def find_neighbours(
     `own` is the run folder that `output` belongs to. `budget` limits the search for leases below,
     `seconds` that in manifests. Outputs that were removed do not count.
     """
-    place = canonical(output)
+    place = resolve_path(output)
     budget = budget or Budget(names=START_NAMES, seconds=START_S)
     candidates = [
         *_find_leased_above(place),
@@ -283,27 +283,27 @@ def _list_folders(folder: Path, budget: Budget) -> list[Path]:
 
 def _find_leased_in(output: Path, where: str) -> Iterator[Neighbour]:
     """The runs that have leases in a folder; only the newest can be live."""
-    newest = lease.newest_lease(output)
+    newest = lease.find_newest_lease(output)
     if newest is None:
         return
-    for each in lease.all_leases(output):
-        live = each.path == newest.path and lease.reason_held(newest) is not None
+    for each in lease.list_leases(output):
+        live = each.path == newest.path and lease.explain_hold(newest) is not None
         yield Neighbour(output=output, run=each.run, where=where, live=live)
 
 
 def _find_listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour]:
     name = place.name.casefold()
-    for run, output in outputs_by_run(seconds=seconds).items():
+    for run, output in map_outputs(seconds=seconds).items():
         where = _compare_places(output, str(place))
         # a file system may ignore case
         may_be_same = where is None and output.casefold().endswith(name)
-        if may_be_same and trees.same_place(Path(output), place):
+        if may_be_same and trees.is_same_place(Path(output), place):
             where = "here"
         if where is None or not os.path.isdir(output):
             continue
         # the list may be outdated: the run may be gone, or write elsewhere since
         current = rundir.read_manifest(RunFolder(Path(run))).output
-        if current is None or str(canonical(current)) != output:
+        if current is None or str(resolve_path(current)) != output:
             continue
         yield Neighbour(output=Path(output), run=run, where=where, live=False)
 
@@ -330,6 +330,6 @@ def require_apart(output: Path, own: Path) -> None:
             raise not_ready("run-is-live", message, help, file=neighbour.run)
 
 
-def leases_of(output: Path, own: Path) -> list[Lease]:
+def list_leases_of_run(output: Path, own: Path) -> list[Lease]:
     """The leases that a run has in an output folder, oldest first."""
-    return [each for each in lease.all_leases(output) if _is_same_run(each.run, own)]
+    return [each for each in lease.list_leases(output) if _is_same_run(each.run, own)]

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 
-def runs_root() -> Path:
+def find_runs_root() -> Path:
     return Path(os.environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
 
 
-def state_folder() -> Path:
+def find_state_folder() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(base) / "launch"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher import files
-from launcher.errors import brief, usage
+from launcher.errors import shorten, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.codec import LARGEST
 from launcher.runs import attempt as attempts
@@ -40,7 +40,7 @@ def parse_save_grace(text: str | None) -> float:
         seconds = -1.0
     if not 0 <= seconds <= LARGEST:
         help = f"seconds until a run that was to save is stopped without: {GRACE_VARIABLE}=120"
-        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
+        raise usage("bad-grace", f"`{shorten(text)}` is not a number of seconds", help)
     return seconds
 
 
@@ -81,7 +81,7 @@ class SaveRequest:
 
 def save_request(env: Mapping[str, str], attempt: int) -> SaveRequest | None:
     """The request for the training that a command with `env` starts; None without a probe."""
-    folder = attempts.probe_settings(env).text("out")
+    folder = attempts.read_probe_settings(env).text("out")
     if folder is None:
         return None
     return SaveRequest(

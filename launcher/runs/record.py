@@ -344,7 +344,7 @@ class Manifest(Record):
             if name not in self:
                 continue
             try:
-                codec.reader_of(kind)(self[name], name, omissions)
+                codec.make_reader(kind)(self[name], name, omissions)
             except Misfit as misfit:
                 codec.note_omission(omissions, name, self[name], misfit)
         return omissions

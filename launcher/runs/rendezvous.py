@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 
-from launcher.errors import brief, usage
+from launcher.errors import shorten, usage
 from launcher.lazy_dataclass import dataclass
 
 RANK = "NODE_RANK"
@@ -37,7 +37,7 @@ class Rendezvous:
     port: int
 
 
-def placeholders(options: Mapping[str, str] = OPTIONS) -> list[str]:
+def render_placeholders(options: Mapping[str, str] = OPTIONS) -> list[str]:
     """The options with their placeholders, as words of a command line."""
     words = []
     for option, placeholder in options.items():
@@ -108,7 +108,7 @@ def _parse_address(address: str | None, rank: int | None, nodes: int) -> tuple[s
         raise usage("no-main-address", f"the run takes {nodes} machines: {question}", help)
     match = _HOST.match(address)
     if match is None:
-        message = f"`{brief(address)}` is not the address of a machine"
+        message = f"`{shorten(address)}` is not the address of a machine"
         raise usage("bad-main-address", message, help)
     port = int(match["port"] or DEFAULT_PORT)
     if not 0 < port < 2**16:
@@ -131,7 +131,7 @@ def _find_slurm_rendezvous(nodes: int, environ: Mapping[str, str]) -> Rendezvous
         help = f"srun --nodes={nodes} --ntasks-per-node=1 launch ..."
         raise usage("wrong-step", message, help)
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    head = first_host(nodelist)
+    head = find_first_host(nodelist)
     # the name of a node may be unknown outside of Slurm; a batch job's first node started the step
     if not _can_resolve(head):
         head = environ.get("SLURM_LAUNCH_NODE_IPADDR") or head
@@ -139,7 +139,7 @@ def _find_slurm_rendezvous(nodes: int, environ: Mapping[str, str]) -> Rendezvous
     return Rendezvous(nodes=nodes, rank=int(rank), address=head, port=port)
 
 
-def first_host(nodelist: str) -> str:
+def find_first_host(nodelist: str) -> str:
     """The first name of a Slurm node list: `node007` of `node[007-012,20],login1`."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     if match is None:

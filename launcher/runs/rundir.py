@@ -24,11 +24,11 @@ from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.redaction import redact
 from launcher.runs import summaries
-from launcher.runs.places import runs_root as runs_root
-from launcher.runs.places import state_folder as state_folder
+from launcher.runs.places import find_runs_root as find_runs_root
+from launcher.runs.places import find_state_folder as find_state_folder
 from launcher.runs.record import Manifest
 from launcher.runs.summaries import RunSummary
 
@@ -125,7 +125,7 @@ class RunFolder:
     def attempts(self) -> int:
         """How many attempts have begun; one whose log was deleted counts if a later one has."""
         last = 0
-        for name in files.names(self.path):
+        for name in files.list_names(self.path):
             match = _ATTEMPT_FILE.match(name)
             if match is not None:
                 last = max(last, int(match[1] or 1))
@@ -146,19 +146,19 @@ def choose_folder(
     """
     if output is not None:
         # redacted, as in the manifest
-        wanted = canonical(Path(redact(str(output))))
+        wanted = resolve_path(Path(redact(str(output))))
         for folder in _find_runs_into(wanted, root):
             manifest = read_manifest(folder)
             if manifest.stage != stage or manifest.output is None:
                 continue
-            if canonical(manifest.output) == wanted:
+            if resolve_path(manifest.output) == wanted:
                 return folder, folder.node(rank).attempts() + 1
     return free_folder(root, stage, name), 1
 
 
 def _find_runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
     """The runs that may have trained into a canonical folder, newest first."""
-    for summary in summarize(newest_first(root)):
+    for summary in summarize(list_newest_first(root)):
         if summary.output is None:
             continue
         # links may have changed since the summary: a run of that name is a candidate too
@@ -210,7 +210,7 @@ def remove_if_empty(folder: RunFolder) -> None:
         folder.path.rmdir()
 
 
-def not_writable(path: Path, reason: str | None) -> NotReady:
+def make_not_writable(path: Path, reason: str | None) -> NotReady:
     message = f"the run folder cannot be written: {reason}"
     help = "set LAUNCH_RUNS to a writable folder"
     return not_ready("runs-not-writable", message, help, file=str(path))
@@ -222,11 +222,11 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise not_writable(folder, error.strerror) from None
+        raise make_not_writable(folder, error.strerror) from None
 
 
-def newest_first(root: Path) -> Iterator[RunFolder]:
-    for name in reversed(files.names(root)):
+def list_newest_first(root: Path) -> Iterator[RunFolder]:
+    for name in reversed(files.list_names(root)):
         folder = root / name
         if is_run(folder):
             yield RunFolder(folder)
@@ -322,7 +322,7 @@ def _digest_file(path: Path) -> str:
         return _NO_VERDICT
 
 
-def utc_now() -> str:
+def format_utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -332,28 +332,28 @@ def utc_now() -> str:
 
 def register(index: str, path: Path) -> None:
     """Add a folder to an index. Without a writable home, commands elsewhere do not list it."""
-    folder = state_folder() / index
+    folder = find_state_folder() / index
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(folder / entry_name(path), os.fsencode(path.absolute()))
+        files.write_bytes(folder / name_entry(path), os.fsencode(path.absolute()))
 
 
 def unregister(index: str, path: Path) -> None:
     with contextlib.suppress(OSError):
-        (state_folder() / index / entry_name(path)).unlink(missing_ok=True)
+        (find_state_folder() / index / name_entry(path)).unlink(missing_ok=True)
 
 
-def entry_name(path: Path) -> str:
+def name_entry(path: Path) -> str:
     """The name of a folder's file in an index."""
     digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
     return f"{replace_unsafe(path.name)[-_MAX_NAME_CHARS:]}-{digest}"
 
 
-def registered(index: str, without: Iterable[Path] = ()) -> Iterator[Path]:
+def list_registered(index: str, without: Iterable[Path] = ()) -> Iterator[Path]:
     """The folders of an index, existing or not, except those in `without`."""
-    skipped = {entry_name(path) for path in without}
-    folder = state_folder() / index
-    for name in files.names(folder):
+    skipped = {name_entry(path) for path in without}
+    folder = find_state_folder() / index
+    for name in files.list_names(folder):
         if name in skipped:
             continue
         with contextlib.suppress(OSError, ValueError):
@@ -369,10 +369,10 @@ def summarize(folders: Iterable[RunFolder]) -> list[RunSummary]:
 
 
 def _locate_summaries() -> Path:
-    return state_folder() / "summaries.json"
+    return find_state_folder() / "summaries.json"
 
 
-def known_runs() -> list[RunFolder]:
+def list_known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
     return [RunFolder(path) for path in _find_existing_runs(_find_known_paths())]
 
@@ -389,17 +389,17 @@ def _order_by_name(path: Path) -> tuple[str, Path]:
 
 def _find_known_paths() -> Iterator[Path]:
     """Folders that are, or were, those of runs."""
-    root = runs_root()
-    local = [root / name for name in files.names(root)]
+    root = find_runs_root()
+    local = [root / name for name in files.list_names(root)]
     yield from local
     # an entry is named after its folder: those of known folders need not be opened
-    entries = set(files.names(state_folder() / "runs"))
+    entries = set(files.list_names(find_state_folder() / "runs"))
     summarized = []
-    for path in summaries.kept_paths(_locate_summaries()):
-        if entry_name(path) in entries:
+    for path in summaries.list_kept_paths(_locate_summaries()):
+        if name_entry(path) in entries:
             summarized.append(path)
     yield from summarized
-    yield from registered("runs", without=[*local, *summarized])
+    yield from list_registered("runs", without=[*local, *summarized])
 
 
 def find_run(name: str) -> RunFolder | None:
@@ -452,7 +452,7 @@ def _find_last_run() -> RunFolder | None:
     Runs of a pipeline, bench, ladder or tune do not count.
     """
     is_campaign_cached = lru_cache(is_campaign)
-    runs = summarize(known_runs())
+    runs = summarize(list_known_runs())
     runs = [run for run in runs if not is_campaign_cached(run.path.parent)]
     # every attempt writes its manifest anew
     runs.sort(key=_order_by_start, reverse=True)
@@ -480,9 +480,9 @@ def was_started_here(folder: RunFolder) -> bool:
     return read_manifest(folder).cwd == redact(os.getcwd())
 
 
-def runs_here() -> list[RunFolder]:
+def list_runs_here() -> list[RunFolder]:
     """The known runs that were started in the working folder, oldest first."""
-    return [RunFolder(run.path) for run in _select_of_working_folder(summarize(known_runs()))]
+    return [RunFolder(run.path) for run in _select_of_working_folder(summarize(list_known_runs()))]
 
 
 # A campaign is a pipeline, bench, ladder or tune: one folder with a record that names its runs.
@@ -507,18 +507,18 @@ def find_campaign(name: str) -> RunFolder | None:
 
     The name without date and kind is that of the newest such campaign.
     """
-    for path in (Path(name).absolute(), runs_root() / name):
+    for path in (Path(name).absolute(), find_runs_root() / name):
         if is_campaign(path):
             return RunFolder(path)
     if not name or "/" in name:
         return None
-    places = {runs_root()}
+    places = {find_runs_root()}
     for path in _find_known_paths():
         # a bench holds its runs, a pipeline lies beside them
         places |= {path.parent, path.parent.parent}
     matches = []
     for place in places:
-        for folder in files.names(place):
+        for folder in files.list_names(place):
             path = place / folder
             if (folder == name or _has_name(path, name)) and is_campaign(path):
                 matches.append(path)
@@ -526,7 +526,7 @@ def find_campaign(name: str) -> RunFolder | None:
     return None if newest is None else RunFolder(newest)
 
 
-def campaign_by_run(runs: Iterable[RunFolder]) -> dict[Path, Path]:
+def map_campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
     """The campaign of each run that belongs to one. Runs of a pipeline lie beside it."""
     campaigns: dict[Path, Path] = {}
     by_parent: dict[Path, list[Path]] = {}
@@ -537,12 +537,12 @@ def campaign_by_run(runs: Iterable[RunFolder]) -> dict[Path, Path]:
             campaigns.update(dict.fromkeys(paths, parent))
     for parent in by_parent:
         for pipeline in parent.glob("*-pipeline-*"):
-            for run in campaign_runs(pipeline):
+            for run in list_campaign_runs(pipeline):
                 campaigns[run.path] = pipeline
     return campaigns
 
 
-def campaign_runs(folder: Path) -> list[RunFolder]:
+def list_campaign_runs(folder: Path) -> list[RunFolder]:
     """The runs of a campaign that began, each once, in the order of its record."""
     campaign = find_campaign(str(folder))
     if campaign is not None:
@@ -562,11 +562,11 @@ def _belongs_to(run: RunFolder, campaign: Path) -> bool:
 
     Runs of a campaign are judged and written to, and its record could name any folder.
     """
-    parent = canonical(run.path).parent
-    campaign = canonical(campaign)
+    parent = resolve_path(run.path).parent
+    campaign = resolve_path(campaign)
     if parent in (campaign, campaign.parent):
         return True
-    return entry_name(run.path) in files.names(state_folder() / "runs")
+    return name_entry(run.path) in files.list_names(find_state_folder() / "runs")
 
 
 def _find_named_runs(record: object) -> Iterator[Path]:
@@ -588,5 +588,5 @@ def has_begun(folder: RunFolder) -> bool:
     return folder.process.exists() or folder.attempts() > 0 or folder.job.exists()
 
 
-def json_line(value: Mapping[str, Any]) -> str:
+def render_json_line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) + "\n"

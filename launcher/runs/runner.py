@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Annotated, Any, BinaryIO
 
 from launcher import files
-from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
+from launcher.errors import DISK_FULL, Finding, NotReady, launch_finding, not_ready, shorten, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks, process
 from launcher.machine.codec import LARGEST, Between, Count, Misfit, Positive
@@ -75,7 +75,7 @@ def parse_stop_grace(text: str | None) -> Grace:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or any(not 0 <= number < 1e6 for number in numbers):
         help = f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5"
-        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
+        raise usage("bad-grace", f"`{shorten(text)}` is not a number of seconds", help)
     first, second, third = [*numbers, *GRACE_S[len(numbers) :]]
     return first, second, third
 
@@ -152,7 +152,7 @@ def run(
     `adopting`, all children of this process belong to the run, adopted orphans too. Raises NotReady
     if the trainer's Python cannot be started, or the run folder cannot be written.
     """
-    started = rundir.utc_now()
+    started = rundir.format_utc_now()
     if inherited is None:
         inherited = os.environ
     mark = str(folder.path)
@@ -165,7 +165,7 @@ def run(
         # not SIG_IGN, which the training would inherit
         signal.SIGHUP: process.ignore_signal,
     }
-    with process.signal_handlers(handlers), _Reserve(folder.path / ".reserve") as reserve:
+    with process.install_handlers(handlers), _Reserve(folder.path / ".reserve") as reserve:
         with rundir.writing(folder.path):
             console = open_private_log(folder.console(attempt))
         with console:
@@ -241,7 +241,7 @@ class _Reserve:
             self.path.write_bytes(os.urandom(RESERVED_BYTES))
         except OSError as error:
             self.release()
-            raise rundir.not_writable(self.path.parent, error.strerror) from None
+            raise rundir.make_not_writable(self.path.parent, error.strerror) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -305,7 +305,7 @@ def _make_exit(code: int, stopped: int | None, started: str, attempt: int) -> Pr
         signal=killed_by,
         stopped=stopped,
         started=started,
-        ended=rundir.utc_now(),
+        ended=rundir.format_utc_now(),
         attempt=attempt,
     )
 
@@ -355,7 +355,7 @@ class Processes:
         supervisor = self.supervisor
         if supervisor is None or not supervisor.is_alive():
             return False
-        words = process.command_line(supervisor.pid)
+        words = process.read_command_line(supervisor.pid)
         return not words or (SUPERVISOR in words and self.mark in words)
 
 
@@ -413,9 +413,9 @@ def _read_device_and_inode(path: Path) -> list[int]:
     return [status.st_dev, status.st_ino]
 
 
-def reason_to_distrust(folder: RunFolder) -> str | None:
+def find_reason_to_distrust(folder: RunFolder) -> str | None:
     """Why no process is ended because `process.json` names it; None if it can be trusted."""
-    return files.writable_by_others(folder.process)
+    return files.find_other_writer(folder.process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,7 +435,7 @@ class StopRequest:
         return self.after_checkpoint or self.checkpoint
 
     def write(self, folder: RunFolder) -> None:
-        content = {**asdict(self), "asked": rundir.utc_now()}
+        content = {**asdict(self), "asked": rundir.format_utc_now()}
         files.write_private_json(folder.stop, content)
 
 
@@ -649,7 +649,7 @@ def _find_trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
     Those that `process.json` names are added if nobody else can have written it and they are what
     it says: the leader by its mark, the supervisor by its command line.
     """
-    if reason_to_distrust(folder) is not None:
+    if find_reason_to_distrust(folder) is not None:
         return ProcessTree(None, str(folder.path))
     leader = processes.leader
     if leader is not None:
@@ -658,7 +658,7 @@ def _find_trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
             leader = None
     supervisor = processes.supervisor
     if supervisor is not None:
-        is_readable = bool(process.command_line(supervisor.pid))
+        is_readable = bool(process.read_command_line(supervisor.pid))
         if not is_readable or not processes.supervisor_is_alive:
             supervisor = None
     return ProcessTree(leader, processes.mark, supervisor)
@@ -699,7 +699,7 @@ def is_orphaned(folder: RunFolder) -> bool:
 
 def is_alive(
     folder: Path,
-    marks: Callable[[], frozenset[str]] = process.live_marks,
+    marks: Callable[[], frozenset[str]] = process.find_live_marks,
     processes: Processes | None = None,
 ) -> bool:
     """Whether the attempt that began last still runs.
@@ -721,13 +721,13 @@ def is_alive(
         return False
     if lease.is_locked(run.lock):
         return True
-    newest = lease.newest_lease(rundir.read_manifest(run).output)
+    newest = lease.find_newest_lease(rundir.read_manifest(run).output)
     if newest is None or Path(newest.run).name != folder.name:
         return False
     return newest.is_beating()
 
 
-def unknown_state(folder: RunFolder, processes: Processes | None = None) -> Finding | None:
+def check_known_state(folder: RunFolder, processes: Processes | None = None) -> Finding | None:
     """The error that a run's state is unknown: its processes are out of sight and silent.
 
     None if it is known. `processes` is what `read_processes` returned just now.
@@ -762,6 +762,6 @@ def require_known_state(folder: RunFolder) -> None:
         help = f"launch stop {shlex.quote(original)}, or launch attach; "
         help += "launch check judges the copy"
         raise not_ready("run-is-a-copy", message, help, file=str(folder.path))
-    finding = unknown_state(folder, processes)
+    finding = check_known_state(folder, processes)
     if finding is not None:
         raise NotReady(finding)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.errors import Complain, Finding, NotReady, brief, not_ready
+from launcher.errors import Complain, Finding, NotReady, not_ready, shorten
 from launcher.machine import isolation, tools
-from launcher.paths import canonical, exists
+from launcher.paths import exists, resolve_path
 from launcher.runs import preemption, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
@@ -57,13 +57,13 @@ def read_options(value: Any, complain: Complain) -> tuple[dict[str, str | None],
     False leaves an option out, true makes it a flag; `requeue: false` becomes `no-requeue`.
     """
     if not isinstance(value, Mapping):
-        message = f"`slurm:` is a mapping of sbatch's options, not `{brief(value)}`"
+        message = f"`slurm:` is a mapping of sbatch's options, not `{shorten(value)}`"
         help = "slurm: {partition: gpu, time: 1-00:00:00}"
         return {}, [complain("bad-slurm", "", message, help)]
     options: dict[str, str | None] = {}
     findings = []
     for key, setting in value.items():
-        name = option_name(str(key))
+        name = spell_option(str(key))
         finding = _check_option(name, str(key), setting, complain)
         if finding is not None:
             findings.append(finding)
@@ -77,7 +77,7 @@ def read_options(value: Any, complain: Complain) -> tuple[dict[str, str | None],
     return options, findings
 
 
-def option_name(key: str) -> str:
+def spell_option(key: str) -> str:
     """A key of `slurm:` as sbatch spells it: `cpus_per_task` is `cpus-per-task`."""
     return _CONTROL.sub(" ", key).replace("_", "-").removeprefix("--")
 
@@ -94,11 +94,11 @@ def _check_option(name: str, key: str, setting: Any, complain: Complain) -> Find
         message = f"`{name}` is set by launch itself"
         return complain("reserved-slurm-option", key, message, help)
     if not is_settable(name):
-        message = f"`{brief(name)}` is not the long name of an option of sbatch"
+        message = f"`{shorten(name)}` is not the long name of an option of sbatch"
         return complain("bad-slurm-option", key, message, "`sbatch --help` lists them")
     if setting is None or isinstance(setting, bool):
         return None
-    shown = brief(_CONTROL.sub(" ", str(setting)))
+    shown = shorten(_CONTROL.sub(" ", str(setting)))
     if name == "requeue":
         message = f"`requeue` is true or false, not `{shown}`"
         return complain("bad-slurm-option", key, message, None)
@@ -115,7 +115,7 @@ def _is_one_line(setting: object) -> bool:
     return bool(text.strip()) and _CONTROL.search(text) is None
 
 
-def single_cpu_help(options: Options, gpus: int) -> str | None:
+def warn_of_single_cpu(options: Options, gpus: int) -> str | None:
     """A hint for a job that would get one core of each node; None if it asks for more."""
     if ASKS_FOR_CPUS & options.keys():
         return None
@@ -123,7 +123,7 @@ def single_cpu_help(options: Options, gpus: int) -> str | None:
     return f"slurm: {{cpus_per_task: {cpus}}}, or {{exclusive: true}} for whole machines"
 
 
-def batch_script(
+def render_batch_script(
     folder: Path,
     command: Sequence[str],
     *,
@@ -227,7 +227,7 @@ def _render_directive(name: str, value: str | None) -> str:
     return f"#SBATCH --{name}={value}"
 
 
-def job_of(folder: RunFolder) -> str | None:
+def find_job(folder: RunFolder) -> str | None:
     """The job that a run was submitted as; None for a copy, whose job is the original's."""
     record = Record(rundir.read_json(folder.job))
     job = record.text("job") or ""
@@ -236,17 +236,17 @@ def job_of(folder: RunFolder) -> str | None:
     run = record.text("run")
     if run is None or not exists(Path(run)):
         return job
-    if canonical(Path(run)) != canonical(folder.path):
+    if resolve_path(Path(run)) != resolve_path(folder.path):
         return None
     return job
 
 
 def require_own(folder: RunFolder) -> None:
     """Raise NotReady if somebody else may have written which job a run is; it is not cancelled."""
-    reason = files.writable_by_others(folder.job)
+    reason = files.find_other_writer(folder.job)
     if reason is not None:
         message = f"no job is ended because {folder.job.name} names it: {reason}"
-        help = f"look at job {job_of(folder)}; if it is the run's: scancel {job_of(folder)}"
+        help = f"look at job {find_job(folder)}; if it is the run's: scancel {find_job(folder)}"
         raise not_ready("not-your-process", message, help, file=str(folder.job))
 
 
@@ -265,9 +265,9 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     answer = _call_slurm(["sbatch", "--parsable", str(path)], passed, TIMEOUT_S).strip()
     match = re.fullmatch(r"(\d+)(?:;.*)?", answer)
     if match is None:
-        raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
+        raise not_ready("slurm-failed", f"sbatch answered `{shorten(answer)}`")
     job = match[1]
-    record = {"job": job, "submitted": rundir.utc_now(), "run": str(folder.path)}
+    record = {"job": job, "submitted": rundir.format_utc_now(), "run": str(folder.path)}
     files.write_private_json(folder.job, record)
     return job
 
@@ -281,7 +281,7 @@ def _is_passed(variable: str) -> bool:
     return option not in RESERVED
 
 
-def job_states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
+def ask_job_states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
     """The state of each job of this user that Slurm knows; None if it does not answer."""
     if isolation.find_program("squeue", environ) is None:
         return None
@@ -315,9 +315,9 @@ def run_state(state: str | None) -> str | None:
     return None
 
 
-def job_state(job: str) -> str | None:
+def ask_job_state(job: str) -> str | None:
     """`queued`, `running` or None, by asking Slurm now."""
-    states = job_states() or {}
+    states = ask_job_states() or {}
     return run_state(states.get(job))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher import files
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.runs.record import Manifest
 
 MANIFEST = "run.json"
@@ -74,7 +74,7 @@ def summarize_runs(paths: Iterable[Path], cache_file: Path) -> list[RunSummary]:
     return summaries
 
 
-def kept_paths(cache_file: Path) -> list[Path]:
+def list_kept_paths(cache_file: Path) -> list[Path]:
     """The run folders that have a cached summary; some may be gone."""
     return [Path(name) for name in _read_cache(cache_file)]
 
@@ -116,7 +116,7 @@ def _read_values(path: Path) -> list[str | None]:
     output = manifest.text("output")
     canonical_output = None
     if output is not None:
-        canonical_output = str(canonical(Path(output)))
+        canonical_output = str(resolve_path(Path(output)))
     model = manifest.argument("model_name_or_path")
     if not isinstance(model, str):
         model = None

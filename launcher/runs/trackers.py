@@ -53,7 +53,9 @@ def read_trackers(folder: RunFolder) -> tuple[TrackerRun, ...]:
     return tuple(latest.values())
 
 
-def tracker_variables(runs: Sequence[TrackerRun], environ: Mapping[str, str]) -> dict[str, str]:
+def list_tracker_variables(
+    runs: Sequence[TrackerRun], environ: Mapping[str, str]
+) -> dict[str, str]:
     """The variables that make a training continue `runs`; those in `environ` take precedence."""
     variables: dict[str, str] = {}
     for run in runs:

@@ -10,9 +10,9 @@ from typing import Any
 from launcher.artifacts import chat_template
 from launcher.config import keys
 from launcher.config.load import Config
-from launcher.errors import Finding, Layer, brief, errors
+from launcher.errors import Finding, Layer, select_errors, shorten
 from launcher.upstream import history, locate
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Field, OptionString, Schema
@@ -72,11 +72,11 @@ def parse_names(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def reported_keys(
+def list_reported_keys(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
-    reported = {fault.key for fault in errors(faults)}
+    reported = {fault.key for fault in select_errors(faults)}
     names = tuple(schema.fields)
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
@@ -122,7 +122,7 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
         reason = "a mapping, where upstream reads a list of them"
         help = f"write `- path: ...` below `{name}:`, one for each set"
     elif isinstance(value, dict) and "dict" not in field.type:
-        reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
+        reason = f"a mapping, which upstream would take as the text `{shorten(words[0])}`"
     else:
         return None
     return _report_error("launch", "bad-value", name, f"`{name}`: {reason}", help)
@@ -142,7 +142,7 @@ def _report_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: A
     finding = _report_unknown_name(schema, entry, past, key)
     lost = entry.lost.get(key)
     if finding.code == "removed-key" and lost is not None and lost.mattered(value):
-        message = finding.message + rendered(f": {lost.did}; now {lost.now}")
+        message = finding.message + render_citations(f": {lost.did}; now {lost.now}")
         finding = replace(finding, message=message, help=f"{lost.instead}; then delete the line")
     if value is None:
         # nothing of it reaches the command line
@@ -175,8 +175,8 @@ def find_lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]
         meaning = entry.lost.get(kept.key)
         if meaning is None or not meaning.mattered(kept.value):
             continue
-        now = rendered(meaning.now)
-        message = f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {now}"
+        now = render_citations(meaning.now)
+        message = f"`{kept.key}: {shorten(kept.value)}` was taken out: {meaning.did}; now {now}"
         help = f"{meaning.instead}; then delete this comment"
         finding = _report_error("launch", "lost-meaning", kept.key, message, help)
         yield replace(finding, severity="warning", file=kept.file, line=kept.line)
@@ -210,8 +210,8 @@ def _report_unknown_name(schema: Schema, entry: Entry, past: Past, key: str) -> 
             return _report_renamed(schema, key, why, moved.to)
     changes = past(key)
     if changes and changes[0].gone:
-        message = f"{message}: {history.sentence(changes[0])}"
-        name = history.called_now(changes[0], past, schema.fields)
+        message = f"{message}: {history.describe_event(changes[0])}"
+        name = history.find_present_name(changes[0], past, schema.fields)
         if name is not None:
             return _report_renamed(schema, key, message, name)
         help = "delete the line"
@@ -228,7 +228,7 @@ def _report_renamed(schema: Schema, key: str, message: str, name: str) -> Findin
 
 
 def _suggest_name(schema: Schema, key: str) -> str:
-    at_pin = locate.at_pin(schema, key)
+    at_pin = locate.find_line_at_pin(schema, key)
     if at_pin is not None:
         return f"it is one at the pin ({at_pin}), not at {schema.named}"
     near = _find_nearest(key, tuple(schema.fields))
@@ -250,7 +250,7 @@ def _find_nearest(key: str, names: tuple[str, ...]) -> list[str]:
 def _find_stages_with(key: str) -> list[str]:
     stages = []
     for backend, trainer in BACKENDS.items():
-        for stage, names in locate.snapshot(backend)["stages"].items():
+        for stage, names in locate.load_snapshot(backend)["stages"].items():
             # a further script of a stage has the arguments of the stage's own
             is_further = trainer.STAGES[stage].stage
             if not is_further and any(name.partition(".")[2] == key for name in names):

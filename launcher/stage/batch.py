@@ -7,12 +7,12 @@ from launcher.config.load import Config
 from launcher.errors import Finding, launch_finding
 
 
-def divisors(number: int) -> list[int]:
+def find_divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
-def impossible(
+def report_impossible_batch(
     config: Config, *, total: int, per_device: int, devices: int | None = None
 ) -> Finding:
     """The finding about a global batch that cannot be split, with the nearest that can.
@@ -28,7 +28,7 @@ def impossible(
     totals = [str(rows) for rows in (lower, lower + unit) if rows]
     help = f"nearest possible: batch.global={' or '.join(totals)} with per_device {per_device}"
     if total % devices == 0:
-        candidates = divisors(total // devices)
+        candidates = find_divisors(total // devices)
         candidates.sort(key=lambda rows: abs(rows - per_device))
         nearest = " or ".join(map(str, sorted(candidates[:2])))
         help = f"{help}; batch.per_device={nearest} with global {total}"

@@ -10,7 +10,7 @@ import yaml
 
 from launcher.artifacts import chat_template, model_config
 from launcher.dataset import sources
-from launcher.errors import brief, usage
+from launcher.errors import shorten, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.stage import rows as data_rows
@@ -173,7 +173,7 @@ def _render_line(key: str, row: Row, width: int = 42) -> str:
     return text
 
 
-def new(
+def draft_stage(
     stage: str,
     backend: str,
     *,
@@ -249,7 +249,7 @@ _PER_DEVICE = {"sft": 4, "dpo": 2}
 
 def _choose_length(model: str, environ: Mapping[str, str]) -> Row:
     """The longest row in tokens: the model's own maximum if its config is here."""
-    config = model_config.text_part(model_config.read_model_config(model, environ))
+    config = model_config.take_text_part(model_config.read_model_config(model, environ))
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and positions > 0:
         return Row(positions, "tokens, the model's maximum; longer rows are cut")
@@ -288,7 +288,9 @@ def _mask_questions(
     key = "assistant_only_loss"
     if rows is None:
         draft.rows[key] = Row(True, f"for chats: {_ANSWERS_ALONE}", off=True)
-        remark = f"the rows of {brief(data)} were not looked at: of chats every token is trained on"
+        remark = (
+            f"the rows of {shorten(data)} were not looked at: of chats every token is trained on"
+        )
         draft.remarks = (f"{remark}, questions too, without `{key}: true`",)
     elif rows.kind == "chats" and obstacle is None:
         draft.rows[key] = Row(True, _ANSWERS_ALONE)
@@ -303,9 +305,9 @@ def _find_mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bo
     template = chat_template.read_template(model, environ)
     if template is None:
         works = f"`assistant_only_loss` works with unchanged templates of {_REPLACED}"
-        return f"{brief(model)} is not here; {works}"
+        return f"{shorten(model)} is not here; {works}"
     if not template:
-        return f"{brief(model)} has no chat template"
+        return f"{shorten(model)} has no chat template"
     if chat_template.has_marker(template):
         return None
     unmarked = "the chat template has no {% generation %}"

@@ -11,18 +11,18 @@ from typing import Any
 from launcher import findings
 from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, brief
+from launcher.errors import Finding, InvalidConfig, shorten
 from launcher.findings import CodeSection, Meaning
 from launcher.lazy_dataclass import dataclass
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion.names import FOREIGN
 from launcher.upstream import history, locate
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
-from launcher.upstream.meaning import meaning_of
+from launcher.upstream.meaning import find_meaning
 from launcher.upstream.schema import Field, Read, Schema
-from launcher.upstream.trainers import BACKENDS, entry_of
+from launcher.upstream.trainers import BACKENDS, find_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Here:
         origin = self.origin
         if self.via is not None:
             origin = f"{origin}, {self.via}"
-        yield f"  here       {brief(self.value)}  ({origin})"
+        yield f"  here       {shorten(self.value)}  ({origin})"
         for finding in self.findings:
             yield f"  {finding.severity:<9}  {finding.message}"
 
@@ -121,7 +121,7 @@ class Explained:
         if self.in_file is not None:
             yield from self.in_file.lines()
         for event in self.history:
-            yield f"  history    {history.sentence(event)}"
+            yield f"  history    {history.describe_event(event)}"
 
     def _render_option(self, option: Key) -> Iterator[str]:
         yield f"  option     {self.advice}"
@@ -159,10 +159,10 @@ class Explained:
             yield f"  read       never: {shadow.where} is not reached, {first} comes first"
         elif not reads:
             yield "  read       no read found: it does nothing here"
-        entry = entry_of(self.schema)
+        entry = find_entry(self.schema)
         for read in reads[:_MOST_READS]:
             line = f"  read       {read.where}"
-            conditions = unused.condition_of(read, entry)
+            conditions = unused.find_conditions(read, entry)
             if conditions:
                 line = f"{line}  where {' and '.join(conditions)}"
             yield line
@@ -186,7 +186,7 @@ def _dump_option(option: Key, words: Sequence[str]) -> dict[str, object]:
 
 
 def _dump_event(event: ArgumentChange) -> dict[str, object]:
-    return {**asdict(event), "text": history.sentence(event)}
+    return {**asdict(event), "text": history.describe_event(event)}
 
 
 def _dump_reads(reads: Sequence[Read]) -> list[dict[str, object]]:
@@ -275,12 +275,12 @@ _MOST_NAMES = 4
 _MOST_READS = 8
 
 
-def notes(schema: Schema) -> dict[str, list[str]]:
+def list_notes(schema: Schema) -> dict[str, list[str]]:
     """One line for every argument that nothing reads, or that is read only under conditions."""
-    entry = entry_of(schema)
+    entry = find_entry(schema)
     lines = {}
     for name, reads in schema.path.reads.items():
-        alternatives = [unused.condition_of(read, entry) for read in reads]
+        alternatives = [unused.find_conditions(read, entry) for read in reads]
         if not reads:
             lines[name] = [f"no read found: {unused.suggest_instead(schema, entry, name)}"]
         elif all(alternatives):
@@ -292,14 +292,14 @@ def notes(schema: Schema) -> dict[str, list[str]]:
     return lines
 
 
-def near(key: str) -> list[str]:
+def find_near_names(key: str) -> list[str]:
     """Names of any stage and backend, and codes, that are spelt like `key`, the nearest first."""
     names = set(KEYS)
     for backend in BACKENDS:
-        for qualified in locate.snapshot(backend)["stages"].values():
+        for qualified in locate.load_snapshot(backend)["stages"].values():
             names |= {name.partition(".")[2] for name in qualified}
     close = difflib.get_close_matches(key, sorted(names), n=3, cutoff=0.6)
-    return close + difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)
+    return close + difflib.get_close_matches(key, findings.list_codes(), n=2, cutoff=0.7)
 
 
 def _explain_key(key: str, schema: Schema, source: Upstream, in_file: Here | None) -> Explained:
@@ -309,7 +309,7 @@ def _explain_key(key: str, schema: Schema, source: Upstream, in_file: Here | Non
     if field is None:
         advice = _find_advice(key, schema)
     else:
-        meaning = meaning_of(source, field)
+        meaning = find_meaning(source, field)
     option = KEYS.get(key)
     words: tuple[str, ...] = ()
     if option is not None:
@@ -326,13 +326,13 @@ def _explain_key(key: str, schema: Schema, source: Upstream, in_file: Here | Non
         meaning=meaning,
         advice=advice,
         in_file=in_file,
-        history=locate.past(source, schema.script, key),
+        history=locate.find_past(source, schema.script, key),
     )
 
 
 def _find_advice(key: str, schema: Schema) -> str | None:
     """What to do about a key that is no argument of this script."""
-    entry = entry_of(schema)
+    entry = find_entry(schema)
     moved = entry.moved.get(key)
     if moved is not None and moved.to is None:
         return moved.why
@@ -340,8 +340,8 @@ def _find_advice(key: str, schema: Schema) -> str | None:
         return f"{moved.why}: write `{moved.to}`"
     lost = entry.lost.get(key)
     if lost is not None:
-        return rendered(f"{lost.did}; now {lost.now}: {lost.instead}")
-    at_pin = locate.at_pin(schema, key)
+        return render_citations(f"{lost.did}; now {lost.now}: {lost.instead}")
+    at_pin = locate.find_line_at_pin(schema, key)
     if at_pin is not None:
         return f"not at {schema.named}; it is one at the pin ({at_pin})"
     if key in KEYS:
@@ -378,7 +378,7 @@ def _find_value_in_file(
         return Here(value=value, origin=str(place), via=via, words=words, findings=faults)
     if field is None:
         return None
-    fixed = entry_of(schema).derived.get(key)
+    fixed = find_entry(schema).derived.get(key)
     if fixed is not None:
         value, reason = fixed
         return Here(value=value, origin=f"set by launch: {reason}", findings=faults)
@@ -433,7 +433,7 @@ def _find_default(field: Field) -> Any:
     return field.default
 
 
-def pipeline_lines(key: Key) -> Iterator[str]:
+def describe_pipeline_key(key: Key) -> Iterator[str]:
     """What a key of pipeline files takes, for the terminal."""
     yield f"{key.name}  (a key of pipeline files)"
     yield f"  meaning    {key.meaning}"
@@ -442,7 +442,7 @@ def pipeline_lines(key: Key) -> Iterator[str]:
     yield f"  default    {key.default}"
 
 
-def meaning_lines(section: CodeSection, meaning: Meaning, code: str) -> Iterator[str]:
+def describe_code(section: CodeSection, meaning: Meaning, code: str) -> Iterator[str]:
     """What is known of a finding's code, for the terminal."""
     yield f"{code}  (a finding: {section.title})"
     yield f"  meaning    {meaning.plain_text()}"

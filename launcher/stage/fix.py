@@ -22,13 +22,13 @@ import yaml
 from launcher import files
 from launcher.config import load
 from launcher.config.document import KEPT, LOADER, bad
-from launcher.errors import Finding, InvalidConfig, NotReady, brief
+from launcher.errors import Finding, InvalidConfig, NotReady, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.stage import stage
 from launcher.stage.stage import Judged
 from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.locate import Locator
-from launcher.upstream.trainers import entry_of
+from launcher.upstream.trainers import find_entry
 
 BOM = b"\xef\xbb\xbf"
 _GONE = object()
@@ -103,7 +103,7 @@ Judge = Callable[[str], Judged]
 """Judges a text as that of the file."""
 
 
-def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
+def fix_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
     """The fixed text of a file, judged as `stage.judge_stage_file` does it; writes nothing.
 
     Raises InvalidConfig if the file cannot be read at all.
@@ -225,7 +225,7 @@ class _File:
         self.args = judged.config.args
         if judged.schema is not None:
             self.schema = judged.schema
-            self.entry = entry_of(judged.schema)
+            self.entry = find_entry(judged.schema)
         self.root: yaml.Node | None = None
         # the composer refuses an anchor that is given twice, the loader does not
         with contextlib.suppress(yaml.YAMLError):
@@ -303,7 +303,7 @@ class _File:
             # a last line without a line end: the file goes on having none
             begin = len(self.text[:begin].rstrip("\r\n"))
         raw = " ".join(self.raw(value).split())
-        what = f"`{key}: {brief(raw, 40)}` deleted: {why}"
+        what = f"`{key}: {shorten(raw, 40)}` deleted: {why}"
         line = _Span(begin, rest.end())
         return _Edit((line,), what, {key: _GONE})
 
@@ -317,7 +317,7 @@ class _File:
             value = json.dumps(self.args.get(key), ensure_ascii=False, default=str)
             raw = f"{key}: {value}"
         why = "it changed what is trained, and nothing takes it"
-        what = f"`{brief(raw, 40)}` made a comment: {why}"
+        what = f"`{shorten(raw, 40)}` made a comment: {why}"
         return _Edit((_Span(start, end, f"{KEPT} {raw}"),), what, {key: _GONE})
 
     def move(self, key: str, to: str, value: object = _GONE) -> _Edit:
@@ -502,7 +502,7 @@ def _list_dataset_name(file: _File, key: str) -> _Edit:
         raw = json.dumps(value, ensure_ascii=False)
     new_key = file.rename(argument.key, to)
     new_value = file.set(argument.value, f"[{raw}, 1.0]")
-    name = brief(value)
+    name = shorten(value)
     what = f"`{key}: {name}` -> `{to}: [{name}, 1.0]`"
     return _Edit((new_key, new_value), what, {key: _GONE, to: [value, 1.0]})
 
@@ -560,9 +560,9 @@ def _convert_amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     are_mixed = are_counts and are_shares
     for name, value in mixer.items():
         if not _is_count(value) and not _is_share(value):
-            raise Declined(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
+            raise Declined(f"`{shorten(value)}` of {shorten(name)} is neither a share nor a count")
         if are_mixed and _is_count(value) and value == 1:
-            raise Declined(f"the amount 1 of {brief(name)} may be a share or a count")
+            raise Declined(f"the amount 1 of {shorten(name)} may be a share or a count")
     if are_counts:
         return amounts
     return [float(value) for value in amounts]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
-from launcher.config.keys import PAIRED, nearest
-from launcher.errors import Complain, Finding, brief
+from launcher.config.keys import PAIRED, suggest_name
+from launcher.errors import Complain, Finding, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
@@ -147,21 +147,21 @@ def read_limits(content: Any, complain: Complain) -> tuple[dict[str, Limit], lis
     if content is None:
         return {}, []
     if not isinstance(content, Mapping):
-        message = f"`gates` is a mapping of gates to limits, not `{brief(content)}`"
+        message = f"`gates` is a mapping of gates to limits, not `{shorten(content)}`"
         return {}, [complain("bad-gates", "", message, "gates: {loss_fall: 0.05}")]
     limits: dict[str, Limit] = {}
     findings = []
     for key, value in content.items():
         name = str(key)
         if name not in GATES:
-            message = f"`{brief(name)}` is not a gate"
-            findings.append(complain("unknown-gate", name, message, nearest(name, [*GATES])))
+            message = f"`{shorten(name)}` is not a gate"
+            findings.append(complain("unknown-gate", name, message, suggest_name(name, [*GATES])))
         elif value is not None:
             default, meaning = GATES[name]
             try:
                 limits[name] = _parse_limit(default, value)
             except ValueError:
-                message = f"`gates.{name}` cannot be `{brief(value)}`"
+                message = f"`gates.{name}` cannot be `{shorten(value)}`"
                 help = f"a number, `off`, or {{red: …, yellow: …}} ({meaning})"
                 findings.append(complain("bad-gate", name, message, help))
     return limits, findings
@@ -321,7 +321,7 @@ def _scale_fall(facts: RungFacts, limit: Limit) -> Limit:
     return Limit(red, yellow)
 
 
-def colour_of(flags: Sequence[Flag]) -> Colour:
+def find_worst_colour(flags: Sequence[Flag]) -> Colour:
     """The worst colour."""
     colours = {flag.colour for flag in flags}
     if "red" in colours:
@@ -377,7 +377,7 @@ def _flag_machine(facts: RungFacts, base: RungFacts | None, gates: _Gates) -> It
     rate = facts.tokens_per_second
     if rate is not None:
         yield gates.flag("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
-        share = efficiency(facts, base)
+        share = compute_efficiency(facts, base)
         if share is not None and base is not facts:
             text = f"{share:.0%} of the first rung's tokens/s on each device"
             yield gates.flag("efficiency", text, Mean(share))
@@ -395,7 +395,7 @@ def _flag_machine(facts: RungFacts, base: RungFacts | None, gates: _Gates) -> It
         yield gates.flag("memory_over_plan", text, Mean(allocated / facts.planned_gib))
 
 
-def efficiency(facts: RungFacts, base: RungFacts | None) -> float | None:
+def compute_efficiency(facts: RungFacts, base: RungFacts | None) -> float | None:
     """Tokens a second and device as a share of the base's; None for a CPU against a GPU."""
     if base is None or base.accelerated != facts.accelerated:
         return None

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from launcher.config.document import plain
+from launcher.config.document import parse_scalar
 from launcher.config.keys import KEYS, LARGEST, OFF, ON, STAGES, Key
 from launcher.runs import slurm
 from launcher.stage import explain, gates
-from launcher.upstream.schema import Field, Schema, source_name
+from launcher.upstream.schema import Field, Schema, name_source
 from launcher.upstream.trainers import BACKENDS, Entry
 
 Json = dict[str, Any]
@@ -50,7 +50,7 @@ _KINDS: Mapping[str, Json] = {
 """One word, by the kind that upstream's parser converts it to."""
 
 
-def combined(schemas: Iterable[Schema]) -> Json:
+def combine_schemas(schemas: Iterable[Schema]) -> Json:
     """One JSON Schema for stage files of these scripts, by its own `stage`, `backend` and `script`.
 
     If a file leaves the choice to the file that it extends, what any of the candidates takes is
@@ -83,7 +83,7 @@ def combined(schemas: Iterable[Schema]) -> Json:
         conditions.append(condition)
         choices.append(_build_choice(condition, reference))
     choices.append(_build_choice({"not": {"anyOf": conditions}}, {"anyOf": references}))
-    sources = dict.fromkeys(source_name(schema.backend, schema.version) for schema in schemas)
+    sources = dict.fromkeys(name_source(schema.backend, schema.version) for schema in schemas)
     return {
         "$schema": DRAFT,
         "$id": f"urn:launch:stage-file:{'+'.join(names)}-{'+'.join(backends)}",
@@ -240,7 +240,7 @@ def _accept_silently(key: str, values: Sequence[Any]) -> Json:
 
 def _build_args(schema: Schema) -> Json:
     entry = BACKENDS[schema.backend].STAGES[schema.key]
-    notes = explain.notes(schema)
+    notes = explain.list_notes(schema)
     properties: Json = {}
     for name, field in schema.fields.items():
         argument: Json = {
@@ -349,7 +349,7 @@ def _list_spellings(choices: Iterable[Any]) -> list[Any]:
     """The choices, and the values that become the same word as one."""
     values: dict[Any, None] = {}
     for choice in choices:
-        for value in (choice, str(choice), plain(str(choice))):
+        for value in (choice, str(choice), parse_scalar(str(choice))):
             if str(value) == str(choice):
                 values[value] = None
     return list(values)

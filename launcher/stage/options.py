@@ -7,11 +7,11 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
+from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, suggest_name
 from launcher.config.load import Config
-from launcher.errors import Finding, brief, launch_finding
+from launcher.errors import Finding, launch_finding, shorten
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import PACKAGE, expanded, is_file
+from launcher.paths import PACKAGE, expand_user, is_file
 from launcher.upstream.trainers import BACKENDS
 
 # the keys of a file of the shape `open_instruct:`
@@ -120,12 +120,12 @@ def read_stage_options(
         keys = WRAPPED_KEYS
     findings = [_report_unknown(key, keys, fields) for key in raw if key not in keys]
     backend = "open_instruct"
-    wrong_backend = backend_fault(config)
+    wrong_backend = find_backend_fault(config)
     if wrong_backend is not None:
         findings.append(wrong_backend)
     elif raw.get("backend"):
         backend = str(raw["backend"])
-    script, wrong_script = entry_of(config, stage, backend)
+    script, wrong_script = find_entry(config, stage, backend)
     if wrong_script is not None:
         findings.append(wrong_script)
     values, faults = _read_values(config)
@@ -195,7 +195,7 @@ def _read_slurm_or_gates(config: Config, key: str) -> tuple[Mapping[str, Any], l
     return gates.read_limits(value, complain)
 
 
-def stage_of(config: Config) -> str | None:
+def find_stage(config: Config) -> str | None:
     """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
     if config.shape == "wrapped":
         key = _find_script_key(config.options.get("script"), "open_instruct")
@@ -208,7 +208,7 @@ def stage_of(config: Config) -> str | None:
     return None
 
 
-def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
+def find_entry(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
     """The key of the script that a file of this stage asks for, and what is wrong there.
 
     `script:` may be the key or a file name of upstream's; without it the stage's own script runs.
@@ -220,14 +220,14 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     entries = BACKENDS[backend].STAGES
     names = [name for name in entries if _find_stage(name, backend) == stage]
     if key is None:
-        message = f"`{brief(script)}` is not a script that launch starts"
+        message = f"`{shorten(script)}` is not a script that launch starts"
         names = difflib.get_close_matches(str(script), entries, n=1) or names
     elif key in names:
         return key, None
     else:
         belongs = f"belongs to {_find_stage(key, backend)}"
-        message = f"`script: {brief(script)}` {belongs}, the file's stage is {stage}"
-    return stage, _report_bad("script", message, nearest(str(script), names))
+        message = f"`script: {shorten(script)}` {belongs}, the file's stage is {stage}"
+    return stage, _report_bad("script", message, suggest_name(str(script), names))
 
 
 def _find_script_key(script: Any, backend: str) -> str | None:
@@ -249,9 +249,9 @@ def _find_stage(key: str, backend: str = "open_instruct") -> str:
     return BACKENDS[backend].STAGES[key].stage or key
 
 
-def stage_fault(config: Config) -> Finding | None:
+def find_stage_fault(config: Config) -> Finding | None:
     """Why a file that should name its stage does not; None for flat files, which need not."""
-    if stage_of(config) is not None:
+    if find_stage(config) is not None:
         return None
     if config.shape == "flat" and "stage" not in config.options:
         return None
@@ -269,10 +269,10 @@ def stage_fault(config: Config) -> Finding | None:
     value = config.options.get(key)
     if value is None:
         return _report_bad(key, f"`{key}` is missing", f"add `{key}:`{place}, {help}")
-    return _report_bad(key, f"`{brief(value)}` is not a {noun}", help)
+    return _report_bad(key, f"`{shorten(value)}` is not a {noun}", help)
 
 
-def backend_fault(config: Config) -> Finding | None:
+def find_backend_fault(config: Config) -> Finding | None:
     _, faults = KEYS["backend"].read(config.options.get("backend"))
     if not faults:
         return None
@@ -298,7 +298,7 @@ def _report_unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) ->
     return launch_finding("error", "unknown-option", message, help, key=key)
 
 
-def deepspeed_file(name: str) -> Path:
+def find_deepspeed_file(name: str) -> Path:
     return PACKAGE / "plan" / "deepspeed" / f"{name}.json"
 
 
@@ -310,16 +310,16 @@ def _find_deepspeed(
     if value is None or value is False or value == "none":
         return None, "none", None
     if value in DEEPSPEED:
-        return deepspeed_file(value), str(value), None
+        return find_deepspeed_file(value), str(value), None
     if isinstance(value, str):
         # where launch was started, or beside the stage file
         folders = [Path(), config.path.parent]
         if checkout is not None:
             folders.append(checkout)
         for folder in folders:
-            path = folder / expanded(value)
+            path = folder / expand_user(value)
             if is_file(path):
                 return path.absolute(), path.stem, None
-    message = f"`{brief(value)}` is neither a DeepSpeed file nor a known name"
-    help = nearest(str(value), ("a path", *DEEPSPEED, "none"))
+    message = f"`{shorten(value)}` is neither a DeepSpeed file nor a known name"
+    help = suggest_name(str(value), ("a path", *DEEPSPEED, "none"))
     return None, "none", _report_bad("deepspeed", message, help)

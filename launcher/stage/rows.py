@@ -34,7 +34,7 @@ class Rows:
         """What `launch data convert` makes of rows that the trainer does not read."""
         if self.kind is not None:
             return None
-        are_pairs = shapes.pair_columns(self.survey) is not None
+        are_pairs = shapes.find_pair_columns(self.survey) is not None
         if are_pairs is not self.wants_pairs:
             # rows of the other stage
             return None
@@ -52,10 +52,10 @@ class Rows:
 def read_rows(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
     """The rows of a file, a folder or a data set in the hub's cache; None if there are none."""
     if is_file(data):
-        source = sources.of_file(data)
+        source = sources.open_file_source(data)
         is_readable = data.endswith(_SUFFIXES.get(backend, ""))
     else:
-        source = sources.of_name(data, "train", None, environ)
+        source = sources.find_named_source(data, "train", None, environ)
         is_readable = True
     if not source.files:
         return None
@@ -117,7 +117,7 @@ def _has_trl_pairs(surveyed: Survey) -> bool:
         return surveyed.kind("prompt") == kind
     if kind == "list":
         return not surveyed.count("chosen", "starts-with:assistant")
-    return kind == "text" and not shapes.prompt_columns(surveyed)
+    return kind == "text" and not shapes.find_prompt_columns(surveyed)
 
 
 def _classify_open_instruct_answers(surveyed: Survey) -> Kind | None:

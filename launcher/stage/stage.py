@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, Severity, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, Severity, launch_finding, select_errors
 from launcher.lazy_dataclass import dataclass
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine
 from launcher.stage import arguments, options, unused
-from launcher.stage.batch import impossible
+from launcher.stage.batch import report_impossible_batch
 from launcher.stage.options import TREND_LOSSES, Batch, Options
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Schema, Values
-from launcher.upstream.trainers import BACKENDS, Backend, Entry, entry_of
+from launcher.upstream.trainers import BACKENDS, Backend, Entry, find_entry
 
 if TYPE_CHECKING:
     from launcher.rules.trl.attention import Choice
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def entry(self) -> Entry:
-        return entry_of(self.schema)
+        return find_entry(self.schema)
 
     @property
     def backend(self) -> Backend:
@@ -63,7 +63,7 @@ class Stage:
         """
         name = self.options.deepspeed_name
         if name in {"zero3", "zero3_offload"} and not self.entry.recomputes(self.values):
-            return options.deepspeed_file(f"{name}_efficient_linear")
+            return options.find_deepspeed_file(f"{name}_efficient_linear")
         return self.options.deepspeed
 
     def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
@@ -104,10 +104,10 @@ def judge_stage_file(
     Parameters and errors are those of `read_stage_file`.
     """
     judged = read_stage_file(config, stage=stage, locator=locator)
-    return replace(judged, findings=unplanned_findings(judged))
+    return replace(judged, findings=check_unplanned(judged))
 
 
-def unplanned_findings(judged: Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
+def check_unplanned(judged: Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
     """All findings of a config that is not planned: of GPUs only what the file says is known."""
     if judged.values is None:
         return judged.findings
@@ -127,16 +127,16 @@ def read_stage_file(
     name, findings = _choose_stage(config, stage, locator)
     if name is None:
         return Judged(config=config, findings=_sort_findings(config, findings))
-    source = locator.find(backend_of(config))
-    key, _ = options.entry_of(config, name, source.backend)
+    source = locator.find(find_backend(config))
+    key, _ = options.find_entry(config, name, source.backend)
     schema = locator.schema(source.backend, key)
-    entry = entry_of(schema)
+    entry = find_entry(schema)
     opts, option_faults = options.read_stage_options(config, name, source.root, schema.fields)
     values = _build_values(opts, schema, arguments.parse_names(schema, config.args))
 
-    past = functools.partial(locate.past, source, schema.script)
+    past = functools.partial(locate.find_past, source, schema.script)
     argument_faults = list(arguments.check(config, schema, entry, past))
-    reported = arguments.reported_keys(config, schema, entry, argument_faults)
+    reported = arguments.list_reported_keys(config, schema, entry, argument_faults)
     missing = list(arguments.find_missing(config, schema, entry, reported))
     reported |= {fault.key for fault in missing}
     lost = arguments.find_lost(config, schema, entry)
@@ -194,7 +194,9 @@ def apply_rules(judged: Judged, context: Context) -> tuple[Finding, ...]:
             findings.append(finding)
     allowed = judged.allow_unpinned
     ordered = _sort_findings(judged.config, findings)
-    unpinned = locate.unpinned(judged.upstream, allowed=allowed, where_found=context.at_start)
+    unpinned = locate.report_unpinned(
+        judged.upstream, allowed=allowed, where_found=context.at_start
+    )
     if unpinned is None:
         return ordered
     # about no line of the file
@@ -203,7 +205,7 @@ def apply_rules(judged: Judged, context: Context) -> tuple[Finding, ...]:
 
 def validate(judged: Judged) -> Stage:
     """The stage of a valid config; raises InvalidConfig with all findings of an invalid one."""
-    if errors(judged.findings):
+    if select_errors(judged.findings):
         raise InvalidConfig(judged.findings)
     assert judged.options and judged.schema and judged.upstream and judged.values is not None
     return Stage(
@@ -220,13 +222,13 @@ def validate(judged: Judged) -> Stage:
 def _build_values(opts: Options, schema: Schema, args: Mapping[str, Any]) -> Values:
     """The values as they are if the first choice of `attention:` is available."""
     values = Values(schema, args)
-    choice = preferred_attention(opts, values)
+    choice = choose_attention(opts, values)
     if choice is None or choice.name is None or values.given("attn_implementation"):
         return values
     return Values(schema, {**args, "attn_implementation": choice.name})
 
 
-def preferred_attention(
+def choose_attention(
     options: Options,
     values: Values,
     *,
@@ -256,7 +258,7 @@ def _build_file_context(judged: Judged, machine: Machine | None) -> Context:
     opts = judged.options
     values = judged.values
     assert opts is not None and values is not None and judged.upstream is not None
-    names = entry_of(values.schema).names
+    names = find_entry(values.schema).names
     batch = opts.batch or Batch()
     accumulation = None
     if not batch.total:
@@ -315,7 +317,7 @@ def _find_expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator
     limit = _read_number(values, names.max_steps)
     # TRL's 0 and -1 are no limit
     if limit is not None and limit > 0:
-        fault = trend_fault(opts, limit)
+        fault = find_trend_fault(opts, limit)
         if fault is not None:
             yield fault
 
@@ -338,7 +340,7 @@ def _report_impossible_expectation(
     return launch_finding(severity, "impossible-expectation", message, help, key=f"expect.{point}")
 
 
-def trend_fault(opts: Options, steps: int | None) -> Finding | None:
+def find_trend_fault(opts: Options, steps: int | None) -> Finding | None:
     """The finding that a run of so many steps is too short to show the trend of `expect:`."""
     trend = opts.expect.get("trend")
     if trend in {None, "any"} or steps is None or steps >= TREND_LOSSES:
@@ -361,7 +363,7 @@ def _find_batch_faults(
         return
     # whole micro-batches, however many devices there are
     if batch.total % per_device:
-        yield impossible(config, total=batch.total, per_device=per_device)
+        yield report_impossible_batch(config, total=batch.total, per_device=per_device)
 
 
 def _find_batch_number_faults(
@@ -392,7 +394,7 @@ def _sort_findings(config: Config, findings: Sequence[Finding]) -> tuple[Finding
     return tuple(ordered)
 
 
-def backend_of(config: Config) -> str:
+def find_backend(config: Config) -> str:
     """The backend that a file names, or the default if it names none that exists."""
     backend = config.options.get("backend")
     if isinstance(backend, str) and backend in BACKENDS:
@@ -405,8 +407,8 @@ def _choose_stage(
 ) -> tuple[str | None, list[Finding]]:
     """The stage to check against, None if that makes no sense, and what is wrong so far."""
     faults = list(config.faults)
-    wrong_backend = options.backend_fault(config)
-    wrong_stage = options.stage_fault(config)
+    wrong_backend = options.find_backend_fault(config)
+    wrong_stage = options.find_stage_fault(config)
     if wrong_backend is not None:
         faults.append(wrong_backend)
     if wrong_stage is not None:
@@ -414,7 +416,7 @@ def _choose_stage(
     if wrong_backend is not None:
         # against another trainer's arguments nearly every line would be wrong
         return None, faults
-    named = options.stage_of(config)
+    named = options.find_stage(config)
     if named is not None and asked is not None and named != asked:
         key = "stage"
         if config.shape == "wrapped":

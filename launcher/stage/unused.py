@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.lazy_dataclass import dataclass
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.upstream.schema import Read, Schema, Values
 from launcher.upstream.source import conditions
 from launcher.upstream.trainers import Entry
@@ -38,7 +38,7 @@ def find_unread(values: Values, entry: Entry) -> Iterator[Finding]:
                 yield _report_unreachable(script, name, closed)
 
 
-def acts(values: Values, entry: Entry, name: str) -> bool:
+def may_be_read(values: Values, entry: Entry, name: str) -> bool:
     """Whether these values may lead to a read of an argument; True if its reads are unknown."""
     reads = values.schema.path.reads.get(name)
     if reads is None:
@@ -81,7 +81,7 @@ class _Script:
 
     def find_false_conditions(self, read: Read) -> tuple[str, ...]:
         false = []
-        for text in condition_of(read, self.entry):
+        for text in find_conditions(read, self.entry):
             if conditions.holds(text, self.values, _UNKNOWN) is False:
                 false.append(text)
         return tuple(false)
@@ -115,9 +115,9 @@ def join_conditions(when: Iterable[str]) -> str:
     return " and ".join(f"`{text}`" for text in when)
 
 
-def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
+def find_conditions(read: Read, entry: Entry) -> tuple[str, ...]:
     """The conditions of a read, except those that only ask whether the script ends early."""
-    return tuple(text for text in read.when if not conditions.names(text) & entry.partial)
+    return tuple(text for text in read.when if not conditions.list_names(text) & entry.partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _ClosedRead:
 
 
 def _collect_names(when: Iterable[str]) -> list[str]:
-    return sorted({name for text in when for name in conditions.names(text)})
+    return sorted({name for text in when for name in conditions.list_names(text)})
 
 
 def _report_unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: bool) -> Finding:
@@ -160,7 +160,7 @@ def suggest_instead(schema: Schema, entry: Entry, name: str) -> str:
     help = "delete the line"
     if readers:
         help = f"delete the line: only {' and '.join(readers)} reads it"
-    return rendered(entry.instead.get(name, help))
+    return render_citations(entry.instead.get(name, help))
 
 
 def _report_unreachable(script: _Script, name: str, closed: list[_ClosedRead]) -> Finding:
@@ -170,7 +170,7 @@ def _report_unreachable(script: _Script, name: str, closed: list[_ClosedRead]) -
     names = _collect_names(text for read in alternatives for text in read.conditions)
     state = script.describe_values(names)
     message = f"`{name}` does nothing here: it is read only where {ways} ({where}), and {state}"
-    help = rendered(script.entry.instead.get(name, "delete the line, or set what it needs"))
+    help = render_citations(script.entry.instead.get(name, "delete the line, or set what it needs"))
     return _build_finding("warning", "conditional-key", name, message, help)
 
 
@@ -192,4 +192,4 @@ def _render_value(value: Any) -> str:
         return "not set"
     if isinstance(value, bool):
         return str(value).lower()
-    return brief(value)
+    return shorten(value)

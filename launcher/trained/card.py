@@ -18,12 +18,12 @@ from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.paths import is_dir
 from launcher.report import series
-from launcher.report.html import figure
+from launcher.report.html import format_number
 from launcher.report.progress import format_clock
 from launcher.report.series import Run
 from launcher.runs.record import as_list, as_mapping
-from launcher.trained.model import Base, TrainedModel, of_folder
-from launcher.upstream.schema import source_name
+from launcher.trained.model import Base, TrainedModel, find_in_folder
+from launcher.upstream.schema import name_source
 from launcher.verdict import summary
 
 NAME = "README.md"
@@ -150,7 +150,7 @@ def _find_base(base: Base) -> Base | None:
     """The model that a base was itself trained from, if a record on this machine says so."""
     if not base.is_folder:
         return None
-    model = of_folder(Path(base.name))
+    model = find_in_folder(Path(base.name))
     if model is None:
         return None
     return model.base
@@ -169,7 +169,7 @@ def _find_license(lineage: Sequence[Base]) -> dict[str, str]:
     for base in lineage:
         folder: Path | None = Path(base.name)
         if not base.is_folder:
-            folder = model_config.snapshot(base.name, os.environ, base.revision)
+            folder = model_config.find_snapshot(base.name, os.environ, base.revision)
         if folder is None:
             continue
         metadata = _read_front_matter(folder / NAME)
@@ -249,7 +249,7 @@ def _render_introduction(model: TrainedModel, run: Run, lineage: Sequence[Base])
     if names:
         text += f" of {names[0]}"
     source = as_mapping(run.manifest.get("upstream"))
-    trainer = source_name(str(source.get("backend") or ""), str(source.get("version") or ""))
+    trainer = name_source(str(source.get("backend") or ""), str(source.get("version") or ""))
     text += f", trained with {trainer}, started and checked by launch."
     if len(names) > 1:
         text += f" {names[0]} itself was trained from {', which came from '.join(names[1:])}."
@@ -286,7 +286,7 @@ def _render_verdict(run: Run) -> str:
         return ""
     rows = []
     words = {True: "ok", False: "**failed**", None: "unproven"}
-    for point in summary.failed_first(run.verdict):
+    for point in summary.sort_failed_first(run.verdict):
         word = words[point.get("ok")]
         if point.get("ok") is True and not summary.is_wanted(point):
             word = ""
@@ -296,8 +296,8 @@ def _render_verdict(run: Run) -> str:
 
 
 def _render_training(run: Run) -> str:
-    measured = series.measured_figures(run)
-    planned = series.planned_figures(run)
+    measured = series.list_measured_figures(run)
+    planned = series.list_planned_figures(run)
     plan = as_mapping(run.manifest.get("plan"))
     machine = as_mapping(run.manifest.get("machine"))
     tokens = filter(None, run.series.columns.get("tokens", ()))
@@ -305,7 +305,7 @@ def _render_training(run: Run) -> str:
 
     def add(name: str, value: float | None, unit: str = "") -> None:
         if value is not None:
-            rows.append((name, f"{figure(value)}{unit}"))
+            rows.append((name, f"{format_number(value)}{unit}"))
 
     add("optimizer steps", measured["steps"])
     add("rows a step", planned["rows_per_step"] or measured["rows_per_step"])
@@ -381,7 +381,7 @@ def _find_last_value(column: Sequence[float | None], number: int) -> str:
     for earlier in range(number, -1, -1):
         value = column[earlier]
         if value is not None:
-            return figure(value)
+            return format_number(value)
     return ""
 
 

@@ -102,7 +102,7 @@ class Chat:
         self._worker.interrupt()
 
 
-def needs(model: TrainedModel) -> tuple[str, ...]:
+def list_needs(model: TrainedModel) -> tuple[str, ...]:
     """The packages without which a model cannot be loaded."""
     return NEEDS_OF_ADAPTERS if model.is_adapter else NEEDS
 

@@ -83,7 +83,7 @@ def _format_share(value: float) -> str:
     return f"{value * 100:.2g} %"
 
 
-def usual_output(model: TrainedModel) -> Path:
+def choose_output(model: TrainedModel) -> Path:
     """The default folder of a merged model: beside the adapter."""
     return model.path.with_name(f"{model.path.name}-merged")
 
@@ -113,7 +113,7 @@ def merge(
     require_free(output)
     with _create_unfinished_folder(output) as folder:
         result = _merge_into(folder, model, trainer, environ, say)
-        fault = checkpoints.model_fault(folder)
+        fault = checkpoints.find_model_fault(folder)
         if fault is not None:
             raise not_ready(
                 "damaged-model", f"what was saved cannot be loaded: {fault}", file=str(output)

@@ -16,7 +16,7 @@ from launcher.errors import NotReady, not_ready
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.machine.python import Trainer
-from launcher.paths import canonical, exists, is_dir, is_file
+from launcher.paths import exists, is_dir, is_file, resolve_path
 from launcher.redaction import Redactor
 from launcher.runs import attempt, outputs, rundir
 from launcher.runs.record import Manifest
@@ -64,15 +64,15 @@ class TrainedModel:
     def name(self) -> str:
         """What commands call it: its run, else its folder."""
         if self.run is None:
-            return shown(self.path)
+            return describe_path(self.path)
         return self.run.path.name
 
     @property
     def redactor(self) -> Redactor:
         """What must not be shown of it: what was secret to its run, else to this process."""
         if self.run is None:
-            return redaction.of_process()
-        return attempt.redactor(self.run)
+            return redaction.find_process_secrets()
+        return attempt.find_redactor(self.run)
 
     def as_json(self) -> dict[str, object]:
         """Its description for the code under the trainer's Python."""
@@ -85,7 +85,7 @@ class TrainedModel:
         }
 
 
-def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
+def find_in_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
     """The model in a folder; None if there is none. `base` replaces the recorded base.
 
     Raises NotReady if the model is damaged, or the base of an adapter is unknown or missing.
@@ -97,7 +97,7 @@ def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
     return _describe_model(path, run, base)
 
 
-def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
+def find_of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
     """The final model of a run. Raises NotReady if there is none; the help names checkpoints."""
     manifest = rundir.read_manifest(run)
     output = find_output(manifest)
@@ -109,14 +109,14 @@ def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
     why = explain_unfinished(run)
     if why is not None:
         raise _explain_missing_model(run, manifest, output, why)
-    folder = final_folder(manifest, output)
+    folder = find_final_folder(manifest, output)
     if not _has_config(folder):
         raise _explain_missing_model(run, manifest, output, f"{folder} holds no model any more")
     return _describe_model(folder, run, base)
 
 
 def _describe_model(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
-    fault = checkpoints.model_fault(path)
+    fault = checkpoints.find_model_fault(path)
     if fault is not None:
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
     manifest = Manifest()
@@ -143,7 +143,7 @@ def _require_base(adapter: Path, recorded: Base | None) -> Base:
     """
     base = recorded
     if base is None:
-        name = model_files.adapter_base(adapter)
+        name = model_files.find_adapter_base(adapter)
         if name is None:
             message = "neither a run's record nor the adapter's config names its base model"
             help = "set base_model_name_or_path in its config"
@@ -185,7 +185,7 @@ def find_output(manifest: Manifest) -> Path | None:
     return Path(os.path.abspath(os.path.join(manifest.cwd or ".", manifest.output)))
 
 
-def final_folder(manifest: Manifest, output: Path) -> Path:
+def find_final_folder(manifest: Manifest, output: Path) -> Path:
     """The folder of a run's final model: its output folder, or one below it (`final_model`)."""
     backend = BACKENDS.get(manifest.backend or "")
     if backend is None:
@@ -199,10 +199,10 @@ def final_folder(manifest: Manifest, output: Path) -> Path:
 
 def find_writer(folder: Path) -> RunFolder | None:
     """The newest known run whose output folder this is, or lies right above it."""
-    place = canonical(folder)
+    place = resolve_path(folder)
     places = {str(place), str(place.parent)}
     runs = []
-    for name, output in outputs.outputs_by_run().items():
+    for name, output in outputs.map_outputs().items():
         run = RunFolder(Path(name))
         if output in places and rundir.is_run(run.path):
             runs.append(run)
@@ -212,7 +212,7 @@ def find_writer(folder: Path) -> RunFolder | None:
 def explain_unfinished(run: RunFolder) -> str | None:
     """Why a run has no final model, by its verdict; None if the run completed."""
     verdict = _read_verdict(run)
-    for point in summary.points(verdict):
+    for point in summary.list_points(verdict):
         if point.get("name") != "finish":
             continue
         if point.get("state") == "completed":
@@ -220,7 +220,7 @@ def explain_unfinished(run: RunFolder) -> str | None:
         if point.get("state") == "running":
             last = verdict.get("steps") or 0
             return f"it is still running, at step {last}"
-    cause = summary.cause(verdict)
+    cause = summary.find_cause(verdict)
     if cause is None:
         return "it did not come to its end"
     return cause.text
@@ -246,11 +246,11 @@ def _suggest_alternatives(manifest: Manifest, output: Path) -> Iterator[str]:
         saved = checkpoints.find(str(manifest.backend), output)
     loadable = []
     for checkpoint in saved:
-        if checkpoints.model_fault(checkpoint.path) is None:
+        if checkpoints.find_model_fault(checkpoint.path) is None:
             loadable.append(checkpoint)
     if loadable:
         yield f"checkpoints that can be loaded: {_join_names(loadable)}"
-        yield f"launch chat {shown(loadable[-1].path)}"
+        yield f"launch chat {describe_path(loadable[-1].path)}"
     elif saved:
         yield f"its checkpoints hold training states, no model: {_join_names(saved)}"
     else:
@@ -262,7 +262,7 @@ def _join_names(listed: list[Checkpoint]) -> str:
     return ", ".join(checkpoint.name for checkpoint in listed[-_SHOWN:])
 
 
-def shown(path: Path) -> str:
+def describe_path(path: Path) -> str:
     """A path as it is typed: relative where it lies below the working directory."""
     folder = Path.cwd()
     if path.is_relative_to(folder):
@@ -270,7 +270,7 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
+def find_trainer(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
     """The Python to load a model with: the named one, the one that trained it, else launch's.
 
     Raises NotReady if it does not run, or lacks one of the packages `needs`.
@@ -294,7 +294,7 @@ def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
 
 def _is_own(run: RunFolder | None) -> bool:
     """Whether only this user can have written the record of a run, so that it may be executed."""
-    if run is None or attempt.writable_by_others(run, parents=False) is not None:
+    if run is None or attempt.find_other_writer_of_start(run, parents=False) is not None:
         return False
     try:
         status = run.manifest.lstat()

@@ -15,7 +15,7 @@ from launcher.errors import LaunchError
 from launcher.lazy_dataclass import dataclass
 from launcher.runs.rundir import RunFolder
 from launcher.trained import card, merge
-from launcher.trained.model import TrainedModel, of_run, shown
+from launcher.trained.model import TrainedModel, describe_path, find_of_run
 
 _OWNER = "YOU"
 """What a command names in the place of the user's own name on the hub."""
@@ -47,21 +47,21 @@ class NextSteps:
         return lines
 
 
-def of_finished(run: RunFolder) -> NextSteps | None:
+def describe_finished(run: RunFolder) -> NextSteps | None:
     """The next steps with the final model of a run; None if it has none."""
     # of a damaged folder only these lines are missing, not the whole answer
     with contextlib.suppress(LaunchError, OSError):
-        return of_model(of_run(run))
+        return describe_model(find_of_run(run))
     return None
 
 
-def of_model(model: TrainedModel) -> NextSteps:
+def describe_model(model: TrainedModel) -> NextSteps:
     target = shlex.quote(model.name)
     merging: str | None = None
     if model.is_adapter:
         merging = f"launch merge {target}"
     return NextSteps(
-        model=shown(model.path),
+        model=describe_path(model.path),
         chat=f"launch chat {target}",
         merge=merging,
         serve=_format_serve_command(model, target),
@@ -80,8 +80,8 @@ def _format_card_command(model: TrainedModel, target: str) -> str:
 def format_upload_command(model: TrainedModel) -> str:
     """The command that pushes a model to the hub, without checkpoints and an earlier card."""
     name = _UNSAFE.sub("-", model.path.name).strip("-.") or "model"
-    words = ["hf", "upload", f"{_OWNER}/{name}", shown(model.path), "."]
-    names = files.names(model.path)
+    words = ["hf", "upload", f"{_OWNER}/{name}", describe_path(model.path), "."]
+    names = files.list_names(model.path)
     left_out = set()
     for name in names:
         if layout.is_checkpoint(name):
@@ -95,17 +95,17 @@ def format_upload_command(model: TrainedModel) -> str:
 
 
 def _format_serve_command(model: TrainedModel, target: str) -> str:
-    path = shown(model.path)
+    path = describe_path(model.path)
     if not model.is_adapter or model.base is None:
         return _format_vllm_command(path)
     config = files.read_json(model.path / model_files.ADAPTER)
     rank = _choose_rank_limit(config)
     if rank is None:
-        merged = shown(merge.usual_output(model))
+        merged = describe_path(merge.choose_output(model))
         return f"launch merge {target} && {_format_vllm_command(merged)}"
     base = model.base.name
     if model.base.is_folder:
-        base = shown(Path(base))
+        base = describe_path(Path(base))
     adapter = ("--lora-modules", f"{model.path.name}={path}")
     return _format_vllm_command(base, "--enable-lora", "--max-lora-rank", str(rank), *adapter)
 

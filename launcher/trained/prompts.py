@@ -106,14 +106,14 @@ def _open_split(name: str, split: str, config: Any) -> Source | None:
     if "[" in split or "+" in split:
         return None
     try:
-        return sources.of_name(name, split, config, os.environ)
+        return sources.find_named_source(name, split, config, os.environ)
     except KeyError:
         # a data set of the hub without that split
         return None
 
 
 def _list_trained_sources(values: Mapping[str, Any]) -> Iterator[Source]:
-    mixed = mixture.of_values(values, os.environ)
+    mixed = mixture.read_mixture(values, os.environ)
     if mixed is not None:
         for mixed_set in mixed.sets:
             for piece in mixed_set.pieces:
@@ -126,9 +126,9 @@ def _list_trained_sources(values: Mapping[str, Any]) -> Iterator[Source]:
             split = str(splits[0])
         for name in map(str, as_list(values.get(key))[::2]):
             if name.endswith(LOCAL_SUFFIXES):
-                yield sources.of_file(name)
+                yield sources.open_file_source(name)
             else:
-                yield sources.of_name(name, split, None, os.environ)
+                yield sources.find_named_source(name, split, None, os.environ)
 
 
 def _read_prompts(file: Path) -> Iterator[Prompt]:
@@ -208,7 +208,7 @@ def _read_messages(value: object) -> Messages | None:
     if not isinstance(value, list):
         return None
     try:
-        converted = shapes.messages_of(value)
+        converted = shapes.convert_messages(value)
     except CannotConvert:
         return None
     messages: Messages = []

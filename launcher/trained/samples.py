@@ -40,7 +40,7 @@ def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], Non
     chosen = prompts.choose(manifest, manifest.samples or 0)
     record = _build_record(chosen)
     try:
-        trained = model.of_run(folder)
+        trained = model.find_of_run(folder)
         record["base"] = None if trained.base is None else trained.base.as_json()
         if chosen.missing is None:
             count = len(chosen.chosen)
@@ -52,7 +52,7 @@ def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], Non
         record["failed"] = str(error)
     except KeyboardInterrupt:
         record["failed"] = "it was interrupted"
-    files.write_json(folder.samples, attempt.redactor(folder).redact(record))
+    files.write_json(folder.samples, attempt.find_redactor(folder).redact(record))
 
 
 def _build_record(chosen: Prompts) -> dict[str, Any]:
@@ -72,13 +72,13 @@ def _ask(
     trained: TrainedModel, chosen: Prompts, record: dict[str, Any], environ: Mapping[str, str]
 ) -> None:
     """Add the answers to a record, one after the other."""
-    trainer = model.trainer_of(trained, None, chat.needs(trained))
+    trainer = model.find_trainer(trained, None, chat.list_needs(trained))
     settings = {
         "model": trained.as_json(),
         "prompts": [prompt.messages for prompt in chosen.chosen],
         "sampling": _SAMPLING,
     }
-    inside = worker.environment(environ, devices=None, cpu=False)
+    inside = worker.build_environment(environ, devices=None, cpu=False)
     with worker.Worker(trainer, "samples", settings, inside) as process:
         timer = threading.Timer(LIMIT_S, process.kill)
         timer.start()

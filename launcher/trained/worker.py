@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from launcher.errors import NotReady, brief, not_ready
+from launcher.errors import NotReady, not_ready, shorten
 from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
-from launcher.printable import printable
+from launcher.printable import make_printable
 
 SCRIPT = PACKAGE / "probe" / "models" / "run.py"
 _ENDS_S = 10.0
@@ -30,10 +30,12 @@ _CODES = {
 """What to do about what `probe/models` refuses."""
 
 
-def environment(environ: Mapping[str, str], *, devices: str | None, cpu: bool) -> dict[str, str]:
+def build_environment(
+    environ: Mapping[str, str], *, devices: str | None, cpu: bool
+) -> dict[str, str]:
     """The environment of a worker: the user's, without launch's variables for training."""
     kept = {name: value for name, value in environ.items() if not name.startswith("LAUNCH_")}
-    inside = isolation.isolated(kept)
+    inside = isolation.isolate(kept)
     inside |= {
         "PYTHONDONTWRITEBYTECODE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -164,8 +166,8 @@ class Worker:
         printed = [line.strip() for line in lines if line.strip()]
         if not printed:
             return None
-        return f"its last line: {brief(printable(printed[-1]), 200)}"
+        return f"its last line: {shorten(make_printable(printed[-1]), 200)}"
 
 
 def _shorten_to_line(text: str) -> str:
-    return brief(" ".join(text.split()), 600)
+    return shorten(" ".join(text.split()), 600)

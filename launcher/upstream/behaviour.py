@@ -36,7 +36,7 @@ class Sign:
     """A text in one function of upstream's that tells whether a behaviour holds.
 
     `symbol` is a file and a function, or `Class.method`, as in a citation; `{script}` is the entry
-    script. `text` stands there as `source.functions.normalised` writes it. `scripts` are the keys
+    script. `text` stands there as `source.functions.normalise` writes it. `scripts` are the keys
     of the entry scripts that the sign is about; without any it is about all.
     """
 
@@ -483,7 +483,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 )
 
 
-def of_script(key: str) -> Iterable[Behaviour]:
+def list_behaviours(key: str) -> Iterable[Behaviour]:
     """The behaviours that rules and facts about an entry script, by its key, depend on."""
     return (behaviour for behaviour in BEHAVIOURS if key in behaviour.scripts)
 
@@ -491,7 +491,7 @@ def of_script(key: str) -> Iterable[Behaviour]:
 def observe_behaviours(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
     """What the source of an entry script shows of each behaviour; None if it shows neither form."""
     answers: dict[str, bool | None] = {}
-    for behaviour in of_script(key):
+    for behaviour in list_behaviours(key):
         answers[behaviour.name] = _read_signs(behaviour, sources, key, script)
     return answers
 
@@ -517,16 +517,16 @@ def _find_function_text(sources: Sources, file: str, function: str) -> str | Non
         return None
     for name, node in module.definitions():
         if name == function:
-            return functions.normalised(node)
+            return functions.normalise(node)
     return None
 
 
-def completed(
+def complete_answers(
     answers: Answers, key: str, repository: Repository, commit: str
 ) -> dict[str, bool | None]:
     """The answers; those that the source does not give come from the history of a repository."""
     complete = dict(answers)
-    for behaviour in of_script(key):
+    for behaviour in list_behaviours(key):
         if complete.get(behaviour.name) is None:
             complete[behaviour.name] = _ask_history(behaviour, repository, commit)
     return complete

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from launcher.errors import Finding, Severity
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import SNAPSHOTS
-from launcher.upstream.source.functions import normalised
+from launcher.upstream.source.functions import normalise
 from launcher.upstream.source.packages import Tree
 
 _FILE = r"(?<![\w/.{}])((?:\w+/)*\w+\.py)::"
@@ -73,7 +73,7 @@ def parse(text: str) -> Citation:
     return _parse_match(match)
 
 
-def citations(text: str) -> Iterator[str]:
+def find_citations(text: str) -> Iterator[str]:
     """Each citation that a text names, with its package."""
     for match in CITATION.finditer(text):
         if not match[1].startswith(_OWN_FOLDERS):
@@ -90,15 +90,15 @@ def _parse_match(match: re.Match[str]) -> Citation:
     return Citation(label, symbol, numbered[1], int(numbered[2]))
 
 
-def of_rule(rule: Callable[..., object]) -> list[str]:
+def list_of_rule(rule: Callable[..., object]) -> list[str]:
     """The lines that `rules.rule.cites` names for a rule, each once."""
     places: list[str] = []
     for text in getattr(rule, "cites", ()):
-        places.extend(citations(text))
+        places.extend(find_citations(text))
     return list(dict.fromkeys(places))
 
 
-def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
+def list_reviews(rule: Callable[..., object]) -> tuple[str, ...]:
     """The commits, besides `BASELINE`, at which the rule was confirmed; see `rules.rule.cites`."""
     reviewed: tuple[str, ...] = getattr(rule, "reviewed", ())
     return reviewed
@@ -120,7 +120,7 @@ class Committed:
 
 
 @cache
-def committed() -> Committed:
+def load_committed() -> Committed:
     raw = (SNAPSHOTS / "cited.json").read_text(encoding="utf-8")
     data = json.loads(raw)
     tables = {}
@@ -129,25 +129,25 @@ def committed() -> Committed:
     return Committed(data["pin"], tables, tuple(data["later"]))
 
 
-def at_release(releases: Iterable[str]) -> Table:
+def merge_tables(releases: Iterable[str]) -> Table:
     """What the committed tables know of some releases, together."""
-    tables = committed().tables
+    tables = load_committed().tables
     places: dict[str, CitedPlace] = {}
     for release in releases:
         places.update(tables.get(release, {}))
     return places
 
 
-def commits(package: str, baseline: str) -> dict[str, Table]:
+def load_commits(package: str, baseline: str) -> dict[str, Table]:
     """The committed tables of a package that has commits, by release, its baseline's first."""
     tables: dict[str, Table] = {f"{package} {baseline}": {}}
-    for release, table in committed().tables.items():
+    for release, table in load_committed().tables.items():
         if release.startswith(f"{package} "):
             tables[release] = table
     return tables
 
 
-def rendered(text: str, line_of: Callable[[str], int | None] | None = None) -> str:
+def render_citations(text: str, line_of: Callable[[str], int | None] | None = None) -> str:
     """A text for people: each citation in it as `file.py:LINE`, or `file.py` without a known line.
 
     `line_of` answers for another source than the committed releases.
@@ -173,12 +173,12 @@ def _find_committed_line(citation: str) -> int | None:
 @cache
 def _read_current_table() -> Table:
     """What is cited of the pin, and of the release of each package."""
-    pin = f"open_instruct {committed().pin}"
-    releases = committed().tables
-    return at_release(r for r in releases if r == pin or not r.startswith("open_instruct "))
+    pin = f"open_instruct {load_committed().pin}"
+    releases = load_committed().tables
+    return merge_tables(r for r in releases if r == pin or not r.startswith("open_instruct "))
 
 
-def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, CitedPlace]:
+def build_table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, CitedPlace]:
     """Where each of these citations is in the packages at hand; what is not there is left out."""
     sources = SourceFiles(trees)
     places = {}
@@ -201,7 +201,7 @@ class SourceFiles:
         if label not in self._files:
             package, _, below = label.partition("/")
             raw = self.trees[package].read(below) if package in self.trees else None
-            self._files[label] = None if raw is None else parsed(raw)
+            self._files[label] = None if raw is None else parse_source(raw)
         return self._files[label]
 
     def place(self, citation: str) -> CitedPlace | None:
@@ -249,7 +249,7 @@ class RuleStanding:
         nearest = first
         fewest = self._find_differing_citations(rule, first)
         for release in self.confirmed:
-            if fewest and release != first and _has_commit(reviews_of(rule), release):
+            if fewest and release != first and _has_commit(list_reviews(rule), release):
                 differing = self._find_differing_citations(rule, release)
                 if len(differing) < len(fewest):
                     nearest = release
@@ -258,7 +258,7 @@ class RuleStanding:
 
     def _find_differing_citations(self, rule: Callable[..., object], release: str) -> list[str]:
         places = self.confirmed[release]
-        return [citation for citation in of_rule(rule) if not self._is_same(citation, places)]
+        return [citation for citation in list_of_rule(rule) if not self._is_same(citation, places)]
 
     def line(self, citation: str) -> int | None:
         place = self.place(citation)
@@ -390,7 +390,7 @@ class SourceFile:
         return None if scope is None else scope.node
 
 
-def parsed(raw: bytes) -> SourceFile | None:
+def parse_source(raw: bytes) -> SourceFile | None:
     """A file's text as lines and scopes; None for what is no Python of this interpreter."""
     try:
         tree = ast.parse(raw)
@@ -438,6 +438,6 @@ def _list_scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:
 def _render_node(node: ast.stmt) -> str:
     """Decorators, name and bases of a class; all of anything else."""
     if not isinstance(node, ast.ClassDef):
-        return normalised(node)
+        return normalise(node)
     parts = [*node.decorator_list, *node.bases, *node.keywords]
     return " ".join([node.name, *map(ast.unparse, parts)])

@@ -1,6 +1,6 @@
 """What one upstream source says about its entry scripts: read from the trees, kept as plain JSON.
 
-The committed snapshots, the cache and what was just read have the same form; `schema_of` makes a
+The committed snapshots, the cache and what was just read have the same form; `build_schema` makes a
 `Schema` of any of them.
 """
 
@@ -21,7 +21,7 @@ from launcher.lazy_dataclass import dataclass
 from launcher.paths import PACKAGE
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath
-from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
+from launcher.upstream.schema import Read, Refusal, Schema, Shadow, parse_field, render_field
 from launcher.upstream.trainers import Backend, Entry
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def read_facts(
         sources = Sources(trees)
         walked = Sources(own)
         try:
-            script = script_in(trees, backend.STAGES[stage])
+            script = find_script(trees, backend.STAGES[stage])
             if digest(trees, script) is None:
                 raise LookupError(f"it has no {script}")
             reading.add(stage, script, sources, walked)
@@ -66,7 +66,7 @@ def read_facts(
     return reading.as_json(stages)
 
 
-def script_in(trees: Mapping[str, Tree], entry: Entry) -> str:
+def find_script(trees: Mapping[str, Tree], entry: Entry) -> str:
     """The file of an entry script in a source: its announced new name if that file is there."""
     if entry.renamed and digest(trees, entry.renamed) is not None:
         return entry.renamed
@@ -102,7 +102,7 @@ class _SourceFacts:
         self._add_path(stage, script, sources, walked)
         if entry.tables is not None:
             module, names = entry.tables
-            self.tables[stage] = tables.parameters_by_key(walked, module, names)
+            self.tables[stage] = tables.map_parameters(walked, module, names)
         if entry.models is not None:
             self.models[stage] = _read_models(sources, entry.models, entry.own_shapes)
         if self._is_described(stage):
@@ -114,7 +114,7 @@ class _SourceFacts:
         if not self.backend.CHECKOUT:
             return False
         kind = self.backend.STAGES[stage].behaves_as or stage
-        return any(behaviour.of_script(kind))
+        return any(behaviour.list_behaviours(kind))
 
     def _add_path(self, stage: str, script: str, sources: Sources, walked: Sources) -> None:
         from launcher.upstream.source import reads
@@ -124,14 +124,14 @@ class _SourceFacts:
         classes = list(entry.classes)
         with suppress(LookupError):
             # or else the script builds its parser in a way of its own
-            classes = reads.entry_classes(walked, script)
+            classes = reads.find_entry_classes(walked, script)
         choices = {**self.known_externals, **self.backend.COMPUTED}
         declared = read_fields(sources, classes, choices, takes_none=self.backend.TAKES_NONE)
-        fields = reads.with_own_defaults(walked, script, declared)
+        fields = reads.apply_own_defaults(walked, script, declared)
         absent = sorted(entry.at(fields).names.needed - fields.keys())
         if absent:
             raise LookupError(f"it has no {', '.join(absent)}")
-        path = reads.find(walked, script, classes, fields, entry.recorders)
+        path = reads.read_path(walked, script, classes, fields, entry.recorders)
         if not any(path.reads.values()):
             # nothing was followed: that says nothing about any argument
             path = ScriptPath()
@@ -144,7 +144,7 @@ class _SourceFacts:
                 # a default that a script sets itself is that of no other script of the dataclass
                 key = f"{argument.owner}@{stage}.{name}"
             self.stages[stage].append(key)
-            self.fields[key] = field_as_json(argument)
+            self.fields[key] = render_field(argument)
             external = argument.external
             if external and external.partition(".")[0] not in self.backend.PACKAGES:
                 self.externals[external] = list(argument.choices)
@@ -188,13 +188,13 @@ def _read_models(
     names = None
     if module is not None:
         names = sources.evaluate(module, module.constants.get(constant))
-    configs = tables.sized_configs(sources, library, owner)
+    configs = tables.list_sized_configs(sources, library, owner)
     if own_shapes is not None:
-        configs |= tables.keys_of(sources, *own_shapes)
+        configs |= tables.list_keys(sources, *own_shapes)
     return {"names": names if isinstance(names, dict) else {}, "configs": sorted(configs)}
 
 
-def schema_of(
+def build_schema(
     facts: Facts, backend: Backend, stage: str, source: Literal["source", "snapshot"], version: str
 ) -> Schema:
     """The `Schema` of one entry script (`stage` is its key in `STAGES`).
@@ -208,7 +208,7 @@ def schema_of(
     if stage not in facts["stages"]:
         # taken before this script was started from here
         raise LookupError(f"nothing was read of {entry.script}")
-    arguments = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
+    arguments = [parse_field(facts["fields"][key]) for key in facts["stages"][stage]]
     fields = {argument.name: argument for argument in arguments}
     owners = [argument.owner for argument in arguments]
     owner = entry.owner
@@ -269,7 +269,7 @@ def _path_from_json(data: Facts) -> ScriptPath:
     return ScriptPath(reads=reads, shadows=shadows, refusals=tuple(refusals))
 
 
-def cached(
+def read_cached_facts(
     backend: Backend,
     trees: Mapping[str, Tree],
     externals: Mapping[str, Sequence[Any]],
@@ -282,7 +282,7 @@ def cached(
     that was looked for in vain; a folder that cannot be written costs time, nothing else. Several
     processes may write at once: the last one stays.
     """
-    script = digest(trees, script_in(trees, backend.STAGES[stage])) or ""
+    script = digest(trees, find_script(trees, backend.STAGES[stage])) or ""
     name = hashlib.sha256(f"{FORM} {_digest_reader()} {backend.NAME} {stage} {script}".encode())
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -59,7 +59,7 @@ class ArgumentChange:
         return self.what != "added"
 
 
-def changes_of_argument(
+def find_changes(
     key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
 ) -> tuple[ArgumentChange, ...]:
     """What happened to one argument of `script` (`open_instruct/finetune.py`) up to `head`.
@@ -67,8 +67,8 @@ def changes_of_argument(
     Newest first; empty for a name that never was an argument. `repository` is the checkout's; for
     TRL there is the table only: it is installed without a history.
     """
-    listed = tuple(event for event in events(script) if event.key == key)
-    at = table_commit(script.partition("/")[0])
+    listed = tuple(event for event in load_events(script) if event.key == key)
+    at = find_table_commit(script.partition("/")[0])
     if repository is None or script.startswith("trl/") or head == at or not key.isidentifier():
         return listed
     commit = repository.commit(head)
@@ -84,7 +84,7 @@ def changes_of_argument(
 
 
 @cache
-def events(script: str) -> tuple[ArgumentChange, ...]:
+def load_events(script: str) -> tuple[ArgumentChange, ...]:
     """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
     backend = BACKENDS.get(package)
@@ -95,7 +95,7 @@ def events(script: str) -> tuple[ArgumentChange, ...]:
     return changes
 
 
-def called_now(
+def find_present_name(
     event: ArgumentChange, past: Callable[[str], Sequence[ArgumentChange]], fields: Collection[str]
 ) -> str | None:
     """The field that a renamed argument is now, followed over later renames; None without one."""
@@ -110,7 +110,7 @@ def called_now(
     return name
 
 
-def sentence(event: ArgumentChange) -> str:
+def describe_event(event: ArgumentChange) -> str:
     """One event for people: `removed by #1567 (9e8e2187c, 2026-03-30)`."""
     text = f"renamed to `{event.to}`" if event.to else event.what
     short = event.commit[:9]
@@ -133,7 +133,7 @@ def _read_table() -> Mapping[str, Any]:
     return data
 
 
-def table_commit(package: str) -> str:
+def find_table_commit(package: str) -> str:
     """The commit up to which the table holds every change of a package; "" for any other."""
     return str(_read_table().get(package, {}).get("commit", ""))
 
@@ -171,7 +171,7 @@ def find(
     moves, or changes its type, is no change. What came with the same commit and has the same type
     and the same words, or is alone, is the new name.
     """
-    paths = sorted({script, *(event.file for event in events(script))})
+    paths = sorted({script, *(event.file for event in load_events(script))})
     since = [f"^{base}"] if base else []
     log = repository.ask(*_LOG.split(), f"-G^\\s+{key}\\s*:", head, *since, "--", *paths)
     for block in (log or "").split("\x02")[1:]:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
-from launcher.paths import PROJECT, SNAPSHOTS, exists, expanded, is_file
+from launcher.paths import PROJECT, SNAPSHOTS, exists, expand_user, is_file
 from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
-from launcher.upstream.schema import Schema, short_version, source_name
+from launcher.upstream.schema import Schema, name_source, shorten_version
 from launcher.upstream.source.packages import Folder, Tree, find_package
 from launcher.upstream.trainers import BACKENDS, Entry
 
@@ -71,7 +71,7 @@ class Upstream:
     @property
     def facts(self) -> Mapping[str, Any]:
         """The committed facts of the known release that serves."""
-        return known_facts(self.backend, self.release or self.pin)
+        return load_known_facts(self.backend, self.release or self.pin)
 
     @property
     def is_checkout(self) -> bool:
@@ -79,7 +79,7 @@ class Upstream:
 
     @property
     def name(self) -> str:
-        return source_name(self.backend, self.version)
+        return name_source(self.backend, self.version)
 
     def describe(self) -> str:
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
@@ -99,7 +99,7 @@ class Upstream:
 
 
 @cache
-def snapshot(backend: str) -> Mapping[str, Any]:
+def load_snapshot(backend: str) -> Mapping[str, Any]:
     """The committed facts of one backend at its pin; empty if none were taken yet."""
     pin = BACKENDS[backend].KNOWN[0]
     return _read_committed_facts(pin.snapshot) or {
@@ -120,9 +120,9 @@ def _read_committed_facts(name: str) -> Mapping[str, Any] | None:
     return data
 
 
-def known_facts(backend: str, version: str) -> Mapping[str, Any]:
+def load_known_facts(backend: str, version: str) -> Mapping[str, Any]:
     """The committed facts of a known release; those of the pin for any other version."""
-    pin = snapshot(backend)
+    pin = load_snapshot(backend)
     if version == pin["version"]:
         return pin
     return _read_other_facts(backend).get(version, pin)
@@ -130,7 +130,7 @@ def known_facts(backend: str, version: str) -> Mapping[str, Any]:
 
 def _read_other_facts(backend: str) -> dict[str, Mapping[str, Any]]:
     """The committed facts of the known releases but the pin, by version."""
-    pin = snapshot(backend)["version"]
+    pin = load_snapshot(backend)["version"]
     others = {}
     for release in BACKENDS[backend].KNOWN:
         release_facts = None if release.version == pin else _read_committed_facts(release.snapshot)
@@ -156,15 +156,17 @@ def locate(
     return _locate_packages(backend, search)
 
 
-def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+def list_checkout_places(
+    named: Path | None, environ: Mapping[str, str]
+) -> Iterator[tuple[Path, str]]:
     """Where a checkout may lie, each place with who names it, in the documented order."""
     if named is not None:
-        yield expanded(named).absolute(), "--open-instruct"
+        yield expand_user(named).absolute(), "--open-instruct"
     variable = environ.get("LAUNCH_OPEN_INSTRUCT")
     if variable:
-        yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
+        yield expand_user(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
     yield SUBMODULE, "submodule"
-    usual = [expanded(place) for place in FOUND_IN]
+    usual = [expand_user(place) for place in FOUND_IN]
     for place in usual:
         yield place, "found"
     for place in usual:
@@ -179,13 +181,13 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
     the pin, else the first at another known commit, else the first.
     """
     candidates: list[Upstream] = []
-    for root, source in checkout_places(named, environ):
+    for root, source in list_checkout_places(named, environ):
         is_named = source != "found"
-        if state_of(root) != "checkout":
+        if examine_place(root) != "checkout":
             if is_named and source != "submodule":
                 raise NotReady(_report_no_checkout(root, source))
             continue
-        packages = packages_below("open_instruct", root)
+        packages = find_packages("open_instruct", root)
         located = _compare_with_releases("open_instruct", root, packages, source, is_named=is_named)
         if is_named or (located.pinned and located.version == located.pin):
             return located
@@ -200,7 +202,7 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
 _SIGNS = ("open_instruct/finetune.py", "open_instruct/sft_deepspeed.py")
 
 
-def state_of(path: Path) -> State:
+def examine_place(path: Path) -> State:
     """What is in a place where a checkout may lie."""
     if any(is_file(path / name) for name in _SIGNS):
         return "checkout"
@@ -213,7 +215,7 @@ def state_of(path: Path) -> State:
 
 
 def _report_no_checkout(root: Path, source: str) -> Finding:
-    message = f"{source} names an open-instruct checkout, but {root} {_STATES[state_of(root)]}"
+    message = f"{source} names an open-instruct checkout, but {root} {_STATES[examine_place(root)]}"
     help = f"name a folder that holds open_instruct/finetune.py, or leave out {source}"
     if root == SUBMODULE:
         help = "git submodule update --init external/open-instruct"
@@ -221,7 +223,7 @@ def _report_no_checkout(root: Path, source: str) -> Finding:
 
 
 def _use_snapshot(backend: str) -> Upstream:
-    pin = str(snapshot(backend)["version"])
+    pin = str(load_snapshot(backend)["version"])
     return Upstream(
         backend=backend,
         root=None,
@@ -244,11 +246,11 @@ def _locate_packages(backend: str, search: Sequence[Path] | None) -> Upstream:
     return _compare_with_releases(backend, root, packages, "installed", is_named=True)
 
 
-def packages_below(backend: str, root: Path) -> dict[str, Folder]:
+def find_packages(backend: str, root: Path) -> dict[str, Folder]:
     return {name: Folder(root / name) for name in BACKENDS[backend].PACKAGES}
 
 
-def at_commit(repository: Repository, commit: str) -> Upstream:
+def read_commit(repository: Repository, commit: str) -> Upstream:
     """open-instruct as it was at a commit of a repository, without a checkout of it.
 
     Its `root` is the repository's folder: DeepSpeed files that a stage file names may lie there.
@@ -264,7 +266,7 @@ def _compare_with_releases(
 ) -> Upstream:
     pin = _use_snapshot(backend)
     located = replace(pin, root=root, source=source, is_named=is_named, packages=packages)
-    changed = _find_differing_files(packages, snapshot(backend))
+    changed = _find_differing_files(packages, load_snapshot(backend))
     if not changed:
         return located
     others = _read_other_facts(backend)
@@ -273,7 +275,7 @@ def _compare_with_releases(
             return replace(located, version=version, release=version)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
     if folders:
-        version = version_of(backend, folders)
+        version = find_version(backend, folders)
         located = replace(located, version=version)
         # a known release that was edited
         release = version.partition("+")[0]
@@ -291,17 +293,19 @@ def _find_differing_files(
     return tuple(label for label, sha in files if facts.digest(packages, label) != sha)
 
 
-def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
+def find_version(backend: str, packages: Mapping[str, Folder]) -> str:
     """The commit of a checkout (`+edited` with local changes), or the versions of packages."""
     if BACKENDS[backend].CHECKOUT:
-        from launcher.machine.python import git_version
+        from launcher.machine.python import read_git_version
 
-        return git_version(packages[backend].path.parent, backend) or "no git history"
-    versions = [f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items()]
+        return read_git_version(packages[backend].path.parent, backend) or "no git history"
+    versions = [
+        f"{name} {find_package_version(p.path.parent, name)}" for name, p in packages.items()
+    ]
     return ", ".join(versions)
 
 
-def package_version(site: Path, name: str) -> str:
+def find_package_version(site: Path, name: str) -> str:
     """The version of an installed distribution, from the name of its metadata folder."""
     stem = name.replace("-", "_").lower()
     for path in sorted(site.glob("*.dist-info")):
@@ -310,7 +314,7 @@ def package_version(site: Path, name: str) -> str:
     return "unknown"
 
 
-def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Finding | None:
+def report_unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Finding | None:
     """What to say about a source that is not of a known release; None if there is nothing to say.
 
     A checkout that was named, or is the submodule, must be at a known commit. If one that was
@@ -337,7 +341,7 @@ def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Fin
     if not allowed:
         help += ", or continue with --allow-unpinned"
     files_changed = ", ".join(upstream.changed[:4])
-    others = " and ".join(map(short_version, _read_other_facts(upstream.backend)))
+    others = " and ".join(map(shorten_version, _read_other_facts(upstream.backend)))
     expected = f"the pin is {upstream.pin}"
     if others:
         expected += f", {others} known beside it"
@@ -381,16 +385,18 @@ def load_schema(
     # the snapshot may be older than the description of a further script
     if not use_source and stage in release_facts["stages"]:
         release = str(release_facts["version"])
-        schema = facts.schema_of(release_facts, backend, stage, "snapshot", release)
+        schema = facts.build_schema(release_facts, backend, stage, "snapshot", release)
         return replace(schema, standing=_find_standing(upstream, schema.script, release))
 
     def announce() -> None:
         if say is not None:
             say(f"reading the source of {upstream.version}: once, which can take half a minute")
 
-    read = facts.cached(backend, upstream.packages, release_facts["externals"], stage, announce)
+    read = facts.read_cached_facts(
+        backend, upstream.packages, release_facts["externals"], stage, announce
+    )
     try:
-        schema = facts.schema_of(read, backend, stage, "source", upstream.version)
+        schema = facts.build_schema(read, backend, stage, "source", upstream.version)
     except LookupError as error:
         message = f"{upstream.version} cannot be read as this stage's source: {error.args[0]}"
         file = None if upstream.root is None else str(upstream.root)
@@ -413,11 +419,11 @@ def _complete_behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, boo
     if not upstream.is_checkout or None not in answers.values():
         return answers
     if isinstance(tree, CommitTree):
-        return behaviour.completed(answers, key, tree.repository, tree.commit)
+        return behaviour.complete_answers(answers, key, tree.repository, tree.commit)
     commit = upstream.version.removesuffix("+edited")
     if upstream.root is None or not _COMMIT.fullmatch(commit):
         return answers
-    return behaviour.completed(answers, key, Repository(upstream.root), commit)
+    return behaviour.complete_answers(answers, key, Repository(upstream.root), commit)
 
 
 def _list_own_files(entry: Entry) -> set[str]:
@@ -448,15 +454,15 @@ def _find_standing(upstream: Upstream, script: str, release: str = "") -> RuleSt
     confirmed: Mapping[str, citations.Table]
     place: Callable[[str], citations.CitedPlace | None]
     if backend.CHECKOUT:
-        confirmed = citations.commits(backend.NAME, backend.BASELINE)
+        confirmed = citations.load_commits(backend.NAME, backend.BASELINE)
     else:
-        confirmed = {backend.PIN: citations.at_release(backend.PIN.split(", "))}
+        confirmed = {backend.PIN: citations.merge_tables(backend.PIN.split(", "))}
     if backend.CHECKOUT and release:
         place = confirmed.get(f"{backend.NAME} {release}", {}).get
     else:
         place = citations.SourceFiles(upstream.packages).place
     return citations.RuleStanding(
-        written_for=short_version(backend.BASELINE),
+        written_for=shorten_version(backend.BASELINE),
         confirmed=confirmed,
         place=place,
         others=frozenset(others - running),
@@ -464,9 +470,9 @@ def _find_standing(upstream: Upstream, script: str, release: str = "") -> RuleSt
     )
 
 
-def at_pin(schema: Schema, key: str) -> str | None:
+def find_line_at_pin(schema: Schema, key: str) -> str | None:
     """The `file:line` that defines an argument of a script at the pin; None at the pin itself."""
-    pin_facts = snapshot(schema.backend)
+    pin_facts = load_snapshot(schema.backend)
     if schema.version == pin_facts["version"]:
         return None
     for name in pin_facts["stages"].get(schema.key, ()):
@@ -475,20 +481,20 @@ def at_pin(schema: Schema, key: str) -> str | None:
     return None
 
 
-def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
-    """What happened to an argument of a script, newest first; see `history.changes_of_argument`.
+def find_past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
+    """What happened to an argument of a script, newest first; see `history.find_changes`.
 
     At the pin the committed table answers; anything else asks its own git history, if it has one.
     Of another known commit without a history, the table answers up to that commit's day.
     """
     release = upstream.release or upstream.pin
     if not upstream.is_checkout or (upstream.pinned and release == upstream.pin):
-        return history.changes_of_argument(key, script)
+        return history.find_changes(key, script)
     tree = upstream.packages.get(upstream.backend)
     if isinstance(tree, CommitTree):
-        return history.changes_of_argument(key, script, tree.repository, head=tree.commit)
+        return history.find_changes(key, script, tree.repository, head=tree.commit)
     repository = Repository(upstream.root) if upstream.root is not None else None
-    events = history.changes_of_argument(key, script, repository)
+    events = history.find_changes(key, script, repository)
     releases = BACKENDS[upstream.backend].KNOWN
     dates = {release.version: release.date for release in releases if release.date}
     if not upstream.pinned or release not in dates:

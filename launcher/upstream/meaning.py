@@ -8,7 +8,7 @@ from launcher.upstream.locate import Upstream
 from launcher.upstream.schema import Field
 
 
-def meaning_of(source: Upstream, field: Field) -> str | None:
+def find_meaning(source: Upstream, field: Field) -> str | None:
     """Upstream's help text of an argument; None if it has none, or only the snapshot is here.
 
     That is the `help` of the field's metadata, else the text below the field, else the class's

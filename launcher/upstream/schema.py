@@ -13,7 +13,7 @@ from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.keys import PAIRED
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ _FALSE = {"no", "false", "f", "n", "0"}
 _EXPECTED = {"int": "a whole number", "float": "a number"}
 
 
-def short_version(version: str) -> str:
+def shorten_version(version: str) -> str:
     """A version for people: of a commit the first twelve digits."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", version)
 
 
-def source_name(backend: str, version: str) -> str:
+def name_source(backend: str, version: str) -> str:
     """A trainer with its version for people; that of packages names the trainer by itself."""
     named = version.startswith(backend)
-    return short_version(version) if named else f"{backend} {short_version(version)}"
+    return shorten_version(version) if named else f"{backend} {shorten_version(version)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +89,13 @@ class Field:
 
     def _refuse_word(self, word: str) -> str | None:
         if self.kind == "bool" and word.lower() not in _TRUE | _FALSE:
-            return f"expected true or false, got `{brief(word)}`"
+            return f"expected true or false, got `{shorten(word)}`"
         try:
             value = self._convert_word(word)
         except (ValueError, OverflowError):
             if self.kind == "dict":
                 return "a mapping cannot be given as a flag, upstream refuses every value"
-            return f"expected {_EXPECTED.get(self.kind, 'text')}, got `{brief(word)}`"
+            return f"expected {_EXPECTED.get(self.kind, 'text')}, got `{shorten(word)}`"
         # `choices` in the field's metadata go straight to argparse
         choices: Sequence[Any] = self.choices
         if self.kind == "choice":
@@ -105,7 +105,7 @@ class Field:
             return None
         if value in choices:
             return None
-        return f"`{brief(word)}` is not one of {', '.join(map(str, choices))}"
+        return f"`{shorten(word)}` is not one of {', '.join(map(str, choices))}"
 
     def _convert_word(self, word: str) -> Any:
         if self.nullable and word.lower() in {"none", "null"}:
@@ -176,7 +176,7 @@ class OptionString:
     negated: bool = False
 
 
-def json_fault(value: Any) -> str | None:
+def find_json_fault(value: Any) -> str | None:
     """Why upstream's `__post_init__` cannot read a text as JSON; only one with a brace is tried.
 
     transformers/training_args.py::_convert_str_dict converts the values in it, and stumbles over
@@ -202,7 +202,7 @@ def _convert_numbers(mapping: dict[str, Any]) -> None:
             float(value)
 
 
-def text(value: Any) -> str:
+def spell_value(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
     return str(value)
@@ -263,7 +263,7 @@ class Schema:
 
     @property
     def named(self) -> str:
-        return short_version(self.version)
+        return shorten_version(self.version)
 
     def as_json(self) -> dict[str, object]:
         fields: list[dict[str, object]] = []
@@ -286,7 +286,11 @@ class Schema:
         """The words after `--name` for a value as the stage file holds it."""
         if isinstance(value, str) and name in self.splits:
             return value.split()
-        return [text(item) for item in value] if isinstance(value, list) else [text(value)]
+        return (
+            [spell_value(item) for item in value]
+            if isinstance(value, list)
+            else [spell_value(value)]
+        )
 
     def in_file(self, name: str, value: Any) -> bool:
         """Whether a value goes into the trainer's config file: a flag would refuse or change it.
@@ -312,7 +316,7 @@ class Schema:
         """Why upstream's parser would refuse `--name WORDS...`; None if it takes them."""
         for word in words:
             if self._reads_as_flag(word):
-                return f"`{brief(word)}` would be read as a flag"
+                return f"`{shorten(word)}` would be read as a flag"
         return self.fields[name].refusal(words)
 
     def flags(self) -> dict[str, OptionString | None]:
@@ -392,7 +396,7 @@ class Values(Mapping[str, Any]):
         return len(self.schema.fields)
 
 
-def field_as_json(argument: Field) -> dict[str, object]:
+def render_field(argument: Field) -> dict[str, object]:
     """A field for the snapshot; keys with their standard value are left out."""
     standard = asdict(Field(name="", type="", kind="str"))
     data: dict[str, object] = {}
@@ -402,5 +406,5 @@ def field_as_json(argument: Field) -> dict[str, object]:
     return data
 
 
-def field_from_json(data: Mapping[str, Any]) -> Field:
+def parse_field(data: Mapping[str, Any]) -> Field:
     return Field(**{"type": "", "kind": "str", **data, "choices": tuple(data.get("choices", ()))})

@@ -14,7 +14,7 @@ from launcher.upstream import open_instruct, trl
 from launcher.upstream.entry import Checkpoints, Entry, Moved, Names, Release
 from launcher.upstream.schema import Schema, Values
 
-__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names", "Release", "entry_of"]
+__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names", "Release", "find_entry"]
 
 
 class Backend(Protocol):
@@ -81,7 +81,7 @@ def register_script(backend: str, key: str, entry: Entry) -> None:
     BACKENDS[backend].STAGES[key] = entry
 
 
-def entry_of(schema: Schema) -> Entry:
+def find_entry(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
     backend = BACKENDS[schema.backend]
     entry = backend.STAGES[schema.key]

@@ -159,13 +159,13 @@ def judge_evidence(
 
 def judge_log(path: Path, redactor: Redactor | None = None) -> Verdict:
     """The verdict of a console log; `redactor` is that of its run, if that is known."""
-    redactor = redactor or redaction.of_process()
+    redactor = redactor or redaction.find_process_secrets()
     return redactor.redact(judge_log_evidence(read_training_log(path)))
 
 
 def judge_log_evidence(evidence: Evidence) -> Verdict:
     """Judge a console log by itself, by what it says was requested."""
-    return judge_evidence(evidence.stage, expected_by_log(evidence), evidence)
+    return judge_evidence(evidence.stage, expect_by_log(evidence), evidence)
 
 
 def read_training_log(path: Path) -> Evidence:
@@ -193,7 +193,7 @@ def _shows_training(log: Log) -> bool:
     return bool(log.signals or log.steps or log.blocks or log.last_bar)
 
 
-def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
+def decide_exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
     if verdict.status == "pass":
         return Exit.OK
     if verdict.status == "unproven" and allow_unproven:
@@ -210,16 +210,16 @@ def _combine_status(oks: Iterable[bool | None]) -> Status:
     return "pass"
 
 
-def expected_of_nothing() -> dict[str, str | None]:
+def expect_nothing() -> dict[str, str | None]:
     """What is expected of a run without any record of what was requested."""
     return {point.name: NOT_SHOWN for point in POINTS if point.from_arguments}
 
 
-def expected_by_log(evidence: Evidence) -> dict[str, str | None]:
+def expect_by_log(evidence: Evidence) -> dict[str, str | None]:
     """What was requested, by the arguments near the top of a log, or by its messages."""
     log = evidence.log
     if log is None:
-        return expected_of_nothing()
+        return expect_nothing()
     expected: dict[str, str | None] = {"liger": None, "packing": None, **DEFAULTS}
     if log.headless:
         expected |= {"liger": NOT_SHOWN, "packing": NOT_SHOWN}

@@ -13,7 +13,7 @@ from launcher.verdict.ending import find_ending
 from launcher.verdict.evidence import Event, Evidence, ProbeStep
 from launcher.verdict.logs.scan import StepLine
 from launcher.verdict.metrics import read_reward
-from launcher.verdict.points import FIRST_LOSS, UNKNOWN, Citable, Observation, first_plain_loss
+from launcher.verdict.points import FIRST_LOSS, UNKNOWN, Citable, Observation, find_first_plain_loss
 
 LN2 = math.log(2)
 FEW = 0.01
@@ -463,7 +463,7 @@ def _find_sigmoid_step(evidence: Evidence) -> ProbeStep | StepLine | None:
     if manifest or evidence.records or evidence.arguments.get("packing") == "True":
         # of a run of launch, the probe compared it, with the point `reference_cache`
         return None
-    return first_plain_loss(evidence.log)
+    return find_first_plain_loss(evidence.log)
 
 
 def _is_plain_sigmoid(evidence: Evidence) -> bool:

@@ -190,7 +190,7 @@ class Ending:
     saved: Event | None = None
 
 
-def final_signals(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
+def find_final_signals(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
     """The signals of these names after which the log shows no more work.
 
     One step may still be logged: rank 0 prints it while another rank fails. A log that does not
@@ -308,7 +308,7 @@ def _judge_end(evidence: Evidence, failures: Sequence[Signal]) -> Ending:
             state = "killed"
             reason = slurm_reason
             break
-    lines = tuple(failures) or final_signals(evidence, "stop_asked")
+    lines = tuple(failures) or find_final_signals(evidence, "stop_asked")
     return Ending(
         state=state,
         reason=reason,
@@ -323,7 +323,7 @@ def _find_failures(evidence: Evidence) -> tuple[Signal, ...]:
     if evidence.log is not None:
         last_lines = evidence.log.lines - _LAST_LINES
     failures = []
-    for signal in final_signals(evidence, *_FAILURES, "not_found"):
+    for signal in find_final_signals(evidence, *_FAILURES, "not_found"):
         # a job script goes on after a missing command: that counts only at the very end
         if signal.name != "not_found" or signal.line > last_lines:
             failures.append(signal)
@@ -345,7 +345,7 @@ def _find_reason(
     if exit is not None and exit.grace_s is not None:
         return "save_late"
     failure_names = {failure.name for failure in failures}
-    names = {final.name for final in final_signals(evidence, *HELP)} | failure_names
+    names = {final.name for final in find_final_signals(evidence, *HELP)} | failure_names
     if "not_found" not in failure_names:
         names.discard("not_found")
     if _drop_relayed(_select_named(failures, "exception")):
@@ -369,7 +369,7 @@ def find_phase(evidence: Evidence) -> str | None:
 
     None for training itself, or if nothing tells.
     """
-    exceptions = _drop_relayed(final_signals(evidence, "exception"))
+    exceptions = _drop_relayed(find_final_signals(evidence, "exception"))
     for exception in exceptions:
         if exception.fields.get("phase"):
             return exception.fields["phase"]
@@ -459,7 +459,7 @@ def _judge_end_without_failure(evidence: Evidence, *, is_over: bool) -> Ending:
     if is_alone and log is not None and not log.summed:
         # the last steps may have been filtered out, or on another stream
         return Ending(state="running", proved=False)
-    if not is_alone and final_signals(evidence, "disk_full"):
+    if not is_alone and find_final_signals(evidence, "disk_full"):
         # training may have gone on without a log
         return Ending(state="stopped", proved=False, reason="disk_full")
     return Ending(state="stopped", reason="ended_early")
@@ -508,7 +508,7 @@ def _find_signal_numbers(evidence: Evidence, failures: Sequence[Signal]) -> Iter
     if exit is not None:
         yield exit.signal or 0
         yield from _decode_return_code(exit.returncode)
-    for request in final_signals(evidence, "stop_asked")[:1]:
+    for request in find_final_signals(evidence, "stop_asked")[:1]:
         name = request.fields.get("name")
         yield Signals[name] if name else int(request.fields["signal"])
     children = _select_named(failures, "child_failed")

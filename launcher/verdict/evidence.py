@@ -84,7 +84,7 @@ class Event:
         return value
 
     def number(self, key: str) -> float | None:
-        return finite(self.fields.get(key))
+        return keep_finite(self.fields.get(key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,11 +404,11 @@ class Evidence:
         return self.stage is not None and self.stage not in PAIRED
 
 
-def ranks_of(events: Iterable[Event]) -> set[int]:
+def list_ranks(events: Iterable[Event]) -> set[int]:
     return {event.rank for event in events}
 
 
-def in_state(events: Iterable[Event], state: str) -> list[Event]:
+def select_state(events: Iterable[Event], state: str) -> list[Event]:
     return [event for event in events if event.text("state") == state]
 
 
@@ -555,7 +555,7 @@ def _add_evaluation(row: Row, metrics: Mapping[str, object]) -> None:
     for name, value in metrics.items():
         if not name.startswith("eval_") or name.endswith(_EVALUATION_SPEEDS):
             continue
-        number = finite(value)
+        number = keep_finite(value)
         if number is not None:
             row[name] = number
 
@@ -606,7 +606,7 @@ def _read_inputs(path: Path) -> Sequence[Mapping[str, object]] | None:
     return [change for change in changes if isinstance(change, dict)]
 
 
-def finite(value: object) -> float | None:
+def keep_finite(value: object) -> float | None:
     """A number of a JSON record; None for anything else, NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -653,7 +653,7 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     reading = _RankReading(rank=_parse_rank(path), attempt=attempt)
     left_out: list[FaultAt] = []
     with files.open_regular(path) as file:
-        for number, raw in enumerate(files.lines(file), start=1):
+        for number, raw in enumerate(files.read_raw_lines(file), start=1):
             faults: list[Omission] = []
             fields = probe_events.parse_event(raw, faults)
             if faults and len(left_out) < KEPT_FAULTS:

@@ -61,14 +61,14 @@ def judge_run(folder: RunFolder, requested: Mapping[str, str] | None = None) -> 
     elif finish.state == "completed" and run.final_save and manifest.output is not None:
         verdict = _add_model_damage(verdict, manifest.output)
     # a secret that training printed must not get from the log into what is shown and kept
-    clean = attempt.redactor(folder).redact(verdict)
+    clean = attempt.find_redactor(folder).redact(verdict)
     return RunJudgement(verdict=clean, manifest=manifest, attempts=attempts)
 
 
 def _read_expected(manifest: Manifest) -> Mapping[str, str | None]:
     if manifest.expected is None:
         # nothing can be proved of a run without a record of what was requested
-        return check.expected_of_nothing()
+        return check.expect_nothing()
     return manifest.expected
 
 
@@ -82,7 +82,7 @@ def _add_lost_end(
     verdict: Verdict, folder: RunFolder, processes: Processes, *, was_visible: bool
 ) -> Verdict:
     """The verdict on a run without a recorded end, by what is known of its processes."""
-    unknown = runner.unknown_state(folder, processes)
+    unknown = runner.check_known_state(folder, processes)
     if unknown is not None:
         detail = {"reason": unknown.message, "help": unknown.help}
         return verdict.amend("finish", detail, state="unknown", ok=None)
@@ -173,7 +173,7 @@ def _add_model_damage(verdict: Verdict, output: Path) -> Verdict:
     # dpo.py saves its model one folder below
     # (dpo.py::_handle_post_training[hf_model_path = os.path.join])
     for folder in (output, output / "hf_model"):
-        damage = checkpoints.damage(folder)
+        damage = checkpoints.find_damage(folder)
         if damage is not None:
             detail = {
                 "reason": f"the saved model is not whole: {damage}",
@@ -237,7 +237,7 @@ def _find_model_change(
     if not digests:
         return {"state": "missing", "reason": f"the save left no weights in {folder}"}
     try:
-        names = set(digest.weights(str(folder)))
+        names = set(digest.list_weights(str(folder)))
     except OSError:
         return {"state": "missing", "reason": f"{folder} is gone"}
     missing = ", ".join(sorted(digests.keys() - names))
@@ -255,10 +255,10 @@ def _find_model_change(
 
 def _find_file_change(path: Path, before: str) -> dict[str, str] | None:
     try:
-        after = fingerprint.of_file(path).digest
+        after = fingerprint.fingerprint_file(path).digest
     except MissingContent as error:
         return {"reason": error.findings[0].message}
-    if path.suffix == ".safetensors" and model_files.blank(path):
+    if path.suffix == ".safetensors" and model_files.is_blank(path):
         return {"reason": f"every weight in {path} is 0", "before": before, "after": after}
     if after == before:
         return None
@@ -303,7 +303,7 @@ def merge_attempts(attempts: Sequence[Evidence]) -> Evidence:
     kept: list[Row] = []
     if last.rows:
         kept = _select_rows_before(merge_rows(earlier), last.rows[0]["step"])
-    moved = [metrics.moved_share(attempt_evidence) or 0.0 for attempt_evidence in earlier]
+    moved = [metrics.compute_moved_share(attempt_evidence) or 0.0 for attempt_evidence in earlier]
     return last.with_facts(earlier=kept, moved_before=max(moved))
 
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from launcher.machine.datasheets import flops_a_token, peak_flops
-from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord, finite
+from launcher.machine.datasheets import compute_flops_a_token, find_peak_flops
+from launcher.verdict.evidence import Event, Evidence, ProbeStep, RankRecord, keep_finite
 from launcher.verdict.logs.scan import StepLine
 
 REWARDS = {
@@ -16,7 +16,7 @@ _WARM_UP_STEPS = 20
 _WARM_UP_SHARE = 5
 
 
-def losses(evidence: Evidence) -> tuple[float, ...]:
+def list_losses(evidence: Evidence) -> tuple[float, ...]:
     """One loss a step as the probe saw them, else as logged; NaN for a loss that was not finite."""
     recorded = any(record.steps for record in evidence.records)
     if evidence.lines and not recorded:
@@ -28,17 +28,17 @@ def losses(evidence: Evidence) -> tuple[float, ...]:
     return tuple(values)
 
 
-def losses_of_run(evidence: Evidence) -> tuple[float, ...]:
+def list_losses_of_run(evidence: Evidence) -> tuple[float, ...]:
     """The losses of this attempt and of those that it continues."""
-    return (*earlier_values(evidence, "loss"), *losses(evidence))
+    return (*list_earlier_values(evidence, "loss"), *list_losses(evidence))
 
 
-def earlier_values(evidence: Evidence, name: str) -> list[float]:
+def list_earlier_values(evidence: Evidence, name: str) -> list[float]:
     """A quantity in the attempts that this one continues."""
     return [row[name] for row in evidence.earlier if name in row]
 
 
-def moved_share(evidence: Evidence) -> float | None:
+def compute_moved_share(evidence: Evidence) -> float | None:
     """The share of a sample of the trained weights, over all ranks, that differs from the start."""
     events = evidence.last_events("weights")
     sampled = 0.0
@@ -51,7 +51,7 @@ def moved_share(evidence: Evidence) -> float | None:
     return moved / sampled
 
 
-def peak_allocated_gib(evidence: Evidence) -> float | None:
+def find_peak_allocated_gib(evidence: Evidence) -> float | None:
     """The peak of torch's allocated memory on the fullest rank."""
     return _find_peak(evidence, "allocated_gib")
 
@@ -60,7 +60,7 @@ def _find_peak(evidence: Evidence, name: str) -> float | None:
     return max(_collect_values(evidence.rank_steps, name), default=None)
 
 
-def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
+def find_memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     """Memory at the end of each phase in GiB, each number that of the rank where it is largest.
 
     The peaks are cumulative: upstream reads the same counters, and nothing resets them. A phase
@@ -77,7 +77,7 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     return phases
 
 
-def steady_steps(record: RankRecord) -> Sequence[ProbeStep]:
+def select_steady_steps(record: RankRecord) -> Sequence[ProbeStep]:
     """The steps that tell the speed: without the warm-up, and without those that followed a save.
 
     The warm-up is a fifth of all steps, at least 1, at most 20: the first step compiles, and the
@@ -88,11 +88,11 @@ def steady_steps(record: RankRecord) -> Sequence[ProbeStep]:
     return [step for step in record.steps[warm_up:] if not step.interrupted]
 
 
-def tokens_per_second(evidence: Evidence) -> float | None:
+def compute_tokens_per_second(evidence: Evidence) -> float | None:
     """Steady tokens a second of all ranks, counted in the batches, without padding."""
     rates = []
     for record in evidence.records:
-        steps = steady_steps(record)
+        steps = select_steady_steps(record)
         seconds = _sum_values(steps, "seconds")
         tokens = _sum_values(steps, "tokens")
         if seconds <= 0 or not tokens:
@@ -125,13 +125,13 @@ def _compute_ratio(evidence: Evidence, numerator: str, denominator: str) -> floa
     return math.fsum(values) / total
 
 
-def mfu(evidence: Evidence) -> float | None:
+def compute_mfu(evidence: Evidence) -> float | None:
     """The share of the GPUs' peak that training needs at its steady speed.
 
     Of DPO the policy's; None of a mixture of experts.
     """
     ranks = evidence.records
-    speed = tokens_per_second(evidence)
+    speed = compute_tokens_per_second(evidence)
     if not ranks or speed is None:
         return None
     # of several models, such as DPO's reference, the first is the one that trains
@@ -139,7 +139,7 @@ def mfu(evidence: Evidence) -> float | None:
     device = ranks[0].last("device")
     if not models or device is None:
         return None
-    peak = peak_flops(device.text("name"))
+    peak = find_peak_flops(device.text("name"))
     if peak is None:
         return None
     row_tokens = _compute_ratio(evidence, "tokens", "rows") or 0.0
@@ -168,7 +168,7 @@ def _compute_flops_per_token(model: Event, row_tokens: float) -> float | None:
     query = model.number("hidden") or 0.0
     if heads and head_width:
         query = heads * head_width
-    return flops_a_token(
+    return compute_flops_a_token(
         trained=trained,
         frozen=frozen,
         layers=model.number("layers") or 0.0,
@@ -183,12 +183,12 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
     `logged_tokens_per_second` is open-instruct's own figure, warm-up included. The gradient norms
     are those of all attempts. DPO's rewards are there only if the log prints them.
     """
-    values = losses_of_run(evidence)
+    values = list_losses_of_run(evidence)
     first_loss = None
     last_loss = None
     if values:
-        first_loss = finite(values[0])
-        last_loss = finite(values[-1])
+        first_loss = keep_finite(values[0])
+        last_loss = keep_finite(values[-1])
     norms = _collect_grad_norms(evidence)
     last_norm = None
     if norms:
@@ -197,14 +197,14 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
         "first_loss": first_loss,
         "last_loss": last_loss,
         "min_loss": min(filter(math.isfinite, values), default=None),
-        "tokens_per_second": tokens_per_second(evidence),
+        "tokens_per_second": compute_tokens_per_second(evidence),
         "logged_tokens_per_second": None,
-        "mfu": mfu(evidence),
+        "mfu": compute_mfu(evidence),
         "tokens_per_row": _compute_ratio(evidence, "tokens", "rows"),
         "wasted_share": _compute_ratio(evidence, "wasted", "positions"),
         "last_grad_norm": last_norm,
         "max_grad_norm": max(norms, default=None),
-        "peak_allocated_gib": peak_allocated_gib(evidence),
+        "peak_allocated_gib": find_peak_allocated_gib(evidence),
         "peak_reserved_gib": _find_peak(evidence, "reserved_gib"),
     }
     if evidence.lines:
@@ -212,7 +212,7 @@ def compute_metrics(evidence: Evidence) -> dict[str, float | None]:
         metrics["logged_tokens_per_second"] = last.tokens_per_second
         for name in REWARDS:
             reward = read_reward(last, name)
-            if finite(reward) is not None:
+            if keep_finite(reward) is not None:
                 metrics[name] = reward
     return metrics
 
@@ -230,6 +230,6 @@ def _collect_grad_norms(evidence: Evidence) -> list[float]:
     for record in evidence.records[:1]:
         norms = _collect_values(record.steps, "grad_norm")
         if norms:
-            return earlier_values(evidence, "grad_norm") + norms
+            return list_earlier_values(evidence, "grad_norm") + norms
     # without the probe, the log does not have the norm of every step
     return []

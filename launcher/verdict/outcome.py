@@ -13,18 +13,24 @@ from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
 from launcher.stage.options import TREND_LOSSES
-from launcher.verdict.ending import HELP, Ending, final_signals, find_ending, find_phase
-from launcher.verdict.evidence import Evidence, ProbeStep, in_state, ranks_of
+from launcher.verdict.ending import HELP, Ending, find_ending, find_final_signals, find_phase
+from launcher.verdict.evidence import Evidence, ProbeStep, list_ranks, select_state
 from launcher.verdict.logs.scan import Signal, StepLine
 from launcher.verdict.metrics import (
-    earlier_values,
-    losses,
-    losses_of_run,
-    memory_phases,
-    moved_share,
-    peak_allocated_gib,
+    compute_moved_share,
+    find_memory_phases,
+    find_peak_allocated_gib,
+    list_earlier_values,
+    list_losses,
+    list_losses_of_run,
 )
-from launcher.verdict.points import UNKNOWN, Citable, Observation, first_reason, probe_messages
+from launcher.verdict.points import (
+    UNKNOWN,
+    Citable,
+    Observation,
+    find_first_reason,
+    find_probe_messages,
+)
 
 TREND_BINS = 64
 TREND_CHANGE = 0.01
@@ -216,14 +222,14 @@ def _observe_nonfinite_mean(evidence: Evidence, detail: Mapping[str, object]) ->
             detail={**detail, "first_step": None, "rank": None},
             help=_TRAIN_LOSS_HELP,
         )
-    if not losses(evidence):
+    if not list_losses(evidence):
         return None
     help = "a row of the evaluation without any label makes its mean nan, as do broken weights"
     return replace(observation, help=help)
 
 
 def _observe_no_loss(evidence: Evidence, detail: Mapping[str, object]) -> Observation | None:
-    if losses(evidence):
+    if list_losses(evidence):
         return None
     reason = "no loss was recorded"
     if evidence.last_step is None:
@@ -335,7 +341,7 @@ def _find_bad_steps(evidence: Evidence) -> list[_BadStep]:
 def _find_bad_steps_in_messages(evidence: Evidence) -> list[_BadStep]:
     """The same as the probe printed them, in a log that came without its records."""
     bad = []
-    for line in probe_messages(evidence):
+    for line in find_probe_messages(evidence):
         match = _NOT_FINITE.match(line.fields["message"])
         if match is not None:
             bad.append(_BadStep(int(match["step"] or 0), int(match["rank"]), line))
@@ -427,19 +433,19 @@ def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
     if corrupt is not None:
         return corrupt
     reports = evidence.last_events("gradients")
-    compared = in_state(reports, "true")
+    compared = select_state(reports, "true")
     noise = _find_noise(evidence)
     detail: dict[str, object] = {}
     if noise is not None:
         detail["norms"] = noise.text
     if compared:
         worst = max(compared, key=lambda event: event.number("largest_error") or 0.0)
-        missing = evidence.missing_ranks(ranks_of(compared))
+        missing = evidence.missing_ranks(list_ranks(compared))
         detail |= {key: worst.fields.get(key) for key in _COMPARED}
         detail |= missing
         return Observation("true", proved=not missing, cites=compared, detail=detail)
     if noise is None:
-        return replace(UNKNOWN, cites=reports, reason=first_reason(reports))
+        return replace(UNKNOWN, cites=reports, reason=find_first_reason(reports))
     return replace(
         UNKNOWN,
         unwanted=True,
@@ -452,9 +458,9 @@ def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
 
 def _observe_corrupt_gradients(evidence: Evidence) -> Observation | None:
     reports = evidence.last_events("gradients")
-    corrupt = in_state(reports, "corrupt")
+    corrupt = select_state(reports, "corrupt")
     if not corrupt:
-        messages = probe_messages(evidence, "gradients are corrupt")
+        messages = find_probe_messages(evidence, "gradients are corrupt")
         if not messages:
             return None
         return replace(_CORRUPT, cites=messages)
@@ -518,7 +524,7 @@ def _collect_grad_norms(evidence: Evidence) -> list[_Norm]:
 
 def _collect_finite_losses(evidence: Evidence) -> list[float]:
     """The finite losses of all attempts: a run that was resumed is one run."""
-    return list(filter(math.isfinite, losses_of_run(evidence)))
+    return list(filter(math.isfinite, list_losses_of_run(evidence)))
 
 
 def _is_loss_falling(evidence: Evidence) -> bool:
@@ -633,13 +639,13 @@ def compute_trend(values: Sequence[float]) -> Trend:
 
 def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
     """The peak of GPU memory, and whether GPU or host memory ran out, and in which phase."""
-    detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
-    phases = memory_phases(evidence)
+    detail: dict[str, object] = {"peak_allocated_gib": find_peak_allocated_gib(evidence)}
+    phases = find_memory_phases(evidence)
     if phases:
         detail["phases"] = phases
     end = find_ending(evidence)
-    gpu = final_signals(evidence, "oom")
-    host = final_signals(evidence, "oom_host")
+    gpu = find_final_signals(evidence, "oom")
+    host = find_final_signals(evidence, "oom_host")
     if end.state == "completed":
         # after a good end, only what was raised is of this run
         raised = {signal.line for signal in evidence.signals("exception")}
@@ -721,11 +727,11 @@ def _describe_end(evidence: Evidence, end: Ending) -> dict[str, object]:
 def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
     """Which share of the trained weights differs from what it was before the training."""
     events = evidence.last_events("weights")
-    share = moved_share(evidence)
+    share = compute_moved_share(evidence)
     if share is None:
-        return replace(UNKNOWN, cites=events, reason=first_reason(events))
+        return replace(UNKNOWN, cites=events, reason=find_first_reason(events))
     share = max(share, evidence.moved_before)
-    missing = evidence.missing_ranks(ranks_of(events))
+    missing = evidence.missing_ranks(list_ranks(events))
     detail: dict[str, object] = {}
     for key in ("sampled", "tensors", "steps", "largest"):
         detail[key] = events[0].fields.get(key)
@@ -800,8 +806,8 @@ def observe_inputs(evidence: Evidence, _expected: str | None) -> Observation:
 
 def observe_resume(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether the first losses after a resume go on where those before it were."""
-    before = earlier_values(evidence, "loss")[-_LOSSES_BEFORE:]
-    after = list(filter(math.isfinite, losses(evidence)))[:_LOSSES_AFTER]
+    before = list_earlier_values(evidence, "loss")[-_LOSSES_BEFORE:]
+    after = list(filter(math.isfinite, list_losses(evidence)))[:_LOSSES_AFTER]
     if len(before) < _LEAST_BEFORE or not after:
         return UNKNOWN
     level = statistics.median(before)

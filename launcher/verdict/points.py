@@ -14,16 +14,16 @@ from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import Manifest, as_mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.upstream.trainers import BACKENDS
-from launcher.verdict.ending import final_signals
+from launcher.verdict.ending import find_final_signals
 from launcher.verdict.evidence import (
     Event,
     Evidence,
     ExitRecord,
     ProbeStep,
     RankRecord,
-    finite,
-    in_state,
-    ranks_of,
+    keep_finite,
+    list_ranks,
+    select_state,
 )
 from launcher.verdict.logs.scan import Log, LogLine, Signal, StepLine
 
@@ -86,9 +86,11 @@ class Observation:
 UNKNOWN = Observation(proved=False)
 
 
-def probe_messages(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
+def find_probe_messages(
+    evidence: Evidence, start: str | re.Pattern[str] = ""
+) -> tuple[Signal, ...]:
     """The lines of a log in which the probe reports a broken contract, by their beginning."""
-    lines = final_signals(evidence, "violation") + evidence.signals("warned")
+    lines = find_final_signals(evidence, "violation") + evidence.signals("warned")
     return tuple(line for line in lines if re.match(start, line.fields["message"]))
 
 
@@ -128,7 +130,7 @@ def _count_liger_calls(record: RankRecord) -> dict[str, int]:
         return {}
     counts = {}
     for operation, value in as_mapping(event.fields.get("calls")).items():
-        number = finite(value)
+        number = keep_finite(value)
         if number is not None and number > 0:
             counts[str(operation)] = int(number)
     return counts
@@ -339,7 +341,7 @@ def _observe_packing_by_rank(evidence: Evidence, expected: str | None) -> Observ
     states = {str(rank): str(event.text("state")) for rank, event in by_rank.items()}
     is_packed = expected in ("isolated", "on")
     state = _choose_gravest_packing(states.values(), is_packed=is_packed)
-    cites = in_state(by_rank.values(), state)
+    cites = select_state(by_rank.values(), state)
     missing = evidence.missing_ranks(by_rank)
     detail = _select_fields(cites[0]) | missing
     if len(set(states.values())) > 1:
@@ -359,7 +361,7 @@ def _observe_packing_by_rank(evidence: Evidence, expected: str | None) -> Observ
     if state == "leaking":
         help = _LEAKING_HELP
     elif state == "on":
-        untested = first_reason(evidence.events("packing_isolation"))
+        untested = find_first_reason(evidence.events("packing_isolation"))
         if untested:
             reason = f"isolation was not tested: {untested}"
     return Observation(
@@ -397,7 +399,7 @@ def _choose_gravest_packing(states: Collection[str], *, is_packed: bool) -> str:
     return min(states, key=order.index)
 
 
-def first_reason(events: Iterable[Event]) -> str | None:
+def find_first_reason(events: Iterable[Event]) -> str | None:
     for event in events:
         reason = event.text("reason")
         if reason:
@@ -418,7 +420,7 @@ def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
     if differing:
         shown = differing[0]
     state = str(shown.text("attention"))
-    detail = evidence.missing_ranks(ranks_of(events))
+    detail = evidence.missing_ranks(list_ranks(events))
     is_proved = bool(differing) or not detail
     by_rank = {str(event.rank): event.text("attention") for event in events}
     where = ""
@@ -447,7 +449,7 @@ def observe_positions(evidence: Evidence, _expected: str | None) -> Observation:
     events = evidence.last_events("rotary")
     if not events:
         return UNKNOWN
-    detail: dict[str, object] = evidence.missing_ranks(ranks_of(events))
+    detail: dict[str, object] = evidence.missing_ranks(list_ranks(events))
     missing = bool(detail)
     detail["largest_error"] = max(event.number("largest_error") or 0.0 for event in events)
     states = {event.text("state") for event in events}
@@ -605,13 +607,13 @@ def observe_reference_cache(evidence: Evidence, expected: str | None) -> Observa
 
 
 def _observe_reference_cache_in_log(evidence: Evidence) -> Observation:
-    messages = probe_messages(evidence, _STALE)
+    messages = find_probe_messages(evidence, _STALE)
     if messages:
         return Observation("stale", cites=messages)
     misses = evidence.signals("reference_missed")
     hits = evidence.signals("reference_hit")
     observation = _observe_cache_in_log(evidence, misses, hits)
-    first = first_plain_loss(evidence.log)
+    first = find_first_plain_loss(evidence.log)
     if observation.state != "hit" or first is None:
         return observation
     if abs(first.loss - math.log(2)) <= FIRST_LOSS:
@@ -625,7 +627,7 @@ def _observe_reference_cache_in_log(evidence: Evidence) -> Observation:
     )
 
 
-def first_plain_loss(log: Log | None) -> StepLine | None:
+def find_first_plain_loss(log: Log | None) -> StepLine | None:
     """The first step of a DPO whose loss is ln 2 if the policy still is its own reference."""
     if log is None or not log.steps or log.all("resumed"):
         return None
@@ -661,7 +663,7 @@ def _observe_cache_in_log(
 
 def _observe_cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
     for state in ("stale", "miss", "hit"):
-        events = in_state(evidence.events(name), state)
+        events = select_state(evidence.events(name), state)
         if not events:
             continue
         missing: dict[str, object] = {}

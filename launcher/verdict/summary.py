@@ -48,15 +48,15 @@ class Cause:
     repeated: tuple[str, ...] = ()
 
 
-def points(verdict: Json) -> list[Point]:
+def list_points(verdict: Json) -> list[Point]:
     return [point for point in as_list(verdict.get("points")) if isinstance(point, Mapping)]
 
 
-def failed_first(verdict: Json) -> list[Point]:
+def sort_failed_first(verdict: Json) -> list[Point]:
     """The points that failed, then those that nothing proves, then the others."""
-    failed = _select_by_ok(points(verdict), False)
-    unproved = _select_by_ok(points(verdict), None)
-    others = [point for point in points(verdict) if point not in failed + unproved]
+    failed = _select_by_ok(list_points(verdict), False)
+    unproved = _select_by_ok(list_points(verdict), None)
+    others = [point for point in list_points(verdict) if point not in failed + unproved]
     return failed + unproved + others
 
 
@@ -69,9 +69,9 @@ def is_wanted(point: Point) -> bool:
     return point.get("expected") not in (None, "any")
 
 
-def outcome(verdict: Json) -> str:
+def describe_outcome(verdict: Json) -> str:
     """The status for people: `stopped` if a signal ended the run and nothing else failed."""
-    failed = _select_by_ok(points(verdict), False)
+    failed = _select_by_ok(list_points(verdict), False)
     if len(failed) == 1 and failed[0].get("name") == "finish":
         finish = failed[0]
         detail = as_mapping(finish.get("detail"))
@@ -83,18 +83,18 @@ def outcome(verdict: Json) -> str:
     return str(verdict.get("status"))
 
 
-def cause(verdict: Json) -> Cause | None:
+def find_cause(verdict: Json) -> Cause | None:
     """The first thing to know about a run that did not pass; None if it passed."""
     if verdict.get("status") == "pass":
         return None
-    by_name = {str(point.get("name")): point for point in points(verdict)}
+    by_name = {str(point.get("name")): point for point in list_points(verdict)}
     finish = by_name.get("finish", {})
     memory = by_name.get("memory", {})
     if memory.get("state") == "oom":
         return _explain_out_of_memory(memory, finish)
     if finish.get("ok") is False:
         return _explain_bad_end(verdict, finish)
-    gravest = _choose_gravest(points(verdict))
+    gravest = _choose_gravest(list_points(verdict))
     if gravest is None:
         return None
     return _build_cause(_describe_shortfall(gravest), gravest)
@@ -111,12 +111,14 @@ def _explain_out_of_memory(memory: Point, finish: Point) -> Cause:
 
 
 def _explain_bad_end(verdict: Json, finish: Point) -> Cause:
-    is_stopped = outcome(verdict) == "stopped"
+    is_stopped = describe_outcome(verdict) == "stopped"
     error = _read_error(finish)
     witnesses = [finish]
     if error.get("type") == "violation":
         # the point that broke `expect:` knows more about it than the end that followed
-        broken = [point for point in _select_by_ok(points(verdict), False) if point is not finish]
+        broken = [
+            point for point in _select_by_ok(list_points(verdict), False) if point is not finish
+        ]
         witnesses = [*broken, finish]
     cause = _build_cause(_describe_end(finish, is_stopped=is_stopped), *witnesses)
     if is_stopped:
@@ -145,15 +147,15 @@ def _build_cause(text: str, *witnesses: Point) -> Cause:
         if help is None and detail.get("help"):
             help = str(detail["help"])
         line = line or _choose_line(point)
-        repeated += reasons(detail)
+        repeated += list_reasons(detail)
     return Cause(text=text, help=help, line=line, repeated=tuple(repeated))
 
 
-def unreached(verdict: Json) -> list[str]:
+def list_unreached(verdict: Json) -> list[str]:
     """The points that could not be shown because training never reached its first step."""
-    if verdict.get("steps") or outcome(verdict) == "pass":
+    if verdict.get("steps") or describe_outcome(verdict) == "pass":
         return []
-    unproved = _select_by_ok(points(verdict), None)
+    unproved = _select_by_ok(list_points(verdict), None)
     return [str(point.get("name")) for point in unproved if point.get("state") in _UNREACHED_STATES]
 
 
@@ -241,7 +243,7 @@ def _choose_line(point: Point) -> Point:
     return {**citations[0], "text": ""}
 
 
-def sentence(point: Point) -> str | None:
+def describe_point(point: Point) -> str | None:
     """What is known about a point, by its details; None if the state says it all."""
     kind = BY_NAME.get(str(point.get("name")))
     if kind is None:
@@ -253,7 +255,7 @@ def sentence(point: Point) -> str | None:
         return None
 
 
-def reasons(detail: Point) -> Iterator[str]:
+def list_reasons(detail: Point) -> Iterator[str]:
     """Why a point is not as expected, and what to do about it."""
     raised = _describe_error(detail)
     if raised is not None:

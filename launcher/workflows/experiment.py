@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files, redaction
-from launcher.errors import Exit, Finding, LaunchError, brief, launch_finding
+from launcher.errors import Exit, Finding, LaunchError, launch_finding, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, follow, start, stop
 from launcher.machine import locks, process
@@ -31,7 +31,7 @@ from launcher.verdict.check import Verdict
 _COMMAND = re.compile(r"Command '\[.*\]' (?=died|returned)", re.DOTALL)
 
 
-def key_of(about: Any) -> str:
+def digest_values(about: Any) -> str:
     """A digest that is the same for the same values."""
     text = json.dumps(about, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
@@ -71,16 +71,16 @@ class Campaign:
             )
         # two commands that begin at once have no folder in common yet
         name = hashlib.sha256(os.fsencode(f"{self.root}\0{self.key}")).hexdigest()[:32]
-        place = rundir.state_folder() / f"{self.kind}s" / name
+        place = rundir.find_state_folder() / f"{self.kind}s" / name
         with contextlib.ExitStack() as stack:
-            with locks.exclusive(place, taken=taken):
+            with locks.hold_exclusive(place, taken=taken):
                 earlier = None if fresh else self.earlier()
                 folder = earlier or rundir.make_folder(self.root, self.kind, self.name)
-                stack.enter_context(locks.exclusive(folder / ".lock", taken=taken))
+                stack.enter_context(locks.hold_exclusive(folder / ".lock", taken=taken))
                 if earlier is None:
                     # from now on the same command finds the folder, and its lock
                     write(folder / f"{self.kind}.json", {"key": self.key})
-            for run in rundir.newest_first(folder):
+            for run in rundir.list_newest_first(folder):
                 # its command is gone, and nobody waits for it
                 if runner.is_alive(run.path) or lease.is_locked(run.lock):
                     _stop_run(run)
@@ -89,14 +89,14 @@ class Campaign:
 
 def write(file: Path, record: Mapping[str, Any], redactor: Redactor | None = None) -> None:
     """Write a record atomically, without secrets. Raises NotReady if it cannot be written."""
-    redactor = redactor or redaction.of_process()
+    redactor = redactor or redaction.find_process_secrets()
     try:
         files.write_json(file, redactor.redact(dict(record)))
     except OSError as error:
-        raise rundir.not_writable(file.parent, error.strerror) from None
+        raise rundir.make_not_writable(file.parent, error.strerror) from None
 
 
-def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | None:
+def write_page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | None:
     """Write a page of the runs that began and still exist; None if none does. Raises NotReady."""
     begun = [str(run) for run in runs if RunFolder(run).attempts()]
     if not begun:
@@ -140,7 +140,7 @@ class Outcome:
             return f"{finish.detail['signal']}: {finish.detail.get('help') or 'killed'}"
         error = finish.detail.get("error")
         if isinstance(error, dict) and error.get("message"):
-            return brief(_COMMAND.sub("the training process ", str(error["message"])), 300)
+            return shorten(_COMMAND.sub("the training process ", str(error["message"])), 300)
         reasons = []
         for point in self.verdict.points:
             if point.ok is not True:
@@ -165,7 +165,7 @@ class Outcome:
         }
 
 
-def of_prepared(
+def run_prepared(
     prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False
 ) -> Outcome:
     """Start and judge one run; returns when all its processes have ended.
@@ -174,7 +174,7 @@ def of_prepared(
     KeyboardInterrupt and leave nothing behind. Raises what `start.begin` raises: then nothing was
     started.
     """
-    prepared = forecast.with_forecast(prepared)
+    prepared = forecast.add_forecast(prepared)
     folder = prepared.folder
     plan = prepared.plan
     if prepared.decision.kind == "finished":
@@ -182,15 +182,15 @@ def of_prepared(
         return Outcome(run=folder, plan=plan, verdict=verdict, exit=Exit.OK, finished_before=True)
     began = time.monotonic()
     try:
-        with unwatched():
+        with ignore_hangup():
             folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
             with _limit_time(timeout_s, folder) as is_up:
-                interrupted = follow.until_over(folder, attempt, forward=True)
+                interrupted = follow.follow_until_over(folder, attempt, forward=True)
     except (KeyboardInterrupt, follow.Detached):
         # before anybody listened, or if a batch system signals every process of a job itself
         _stop_run(prepared.folder)
         raise KeyboardInterrupt from None
-    verdict, code = conclude.verdict_and_exit_code(folder, attempt)
+    verdict, code = conclude.judge_attempt(folder, attempt)
     timed_out = is_up.is_set() and not interrupted and code is Exit.INTERRUPTED
     if interrupted:
         # a run that was over by then keeps its verdict, but nothing follows
@@ -241,7 +241,7 @@ class Stop:
 def interruptible() -> Iterator[Stop]:
     """Runs in turn: INT and TERM leave the block, and what is yielded says so. HUP is ignored."""
     stop = Stop()
-    with unwatched():
+    with ignore_hangup():
         try:
             yield stop
         except (KeyboardInterrupt, follow.Detached):
@@ -249,7 +249,7 @@ def interruptible() -> Iterator[Stop]:
             stop.requested = True
 
 
-def unwatched() -> contextlib.AbstractContextManager[None]:
+def ignore_hangup() -> contextlib.AbstractContextManager[None]:
     """Ignore SIGHUP and treat SIGTERM as SIGINT, also while a run is being started."""
     handlers = {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
-    return process.signal_handlers(handlers)
+    return process.install_handlers(handlers)

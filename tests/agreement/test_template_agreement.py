@@ -68,4 +68,4 @@ def test_a_template_marks_answers_where_trl_says_so(trl: Path) -> None:
 
 def test_the_committed_table_of_templates_is_that_of_the_package(trl: Path) -> None:
     committed = json.loads((snapshot.FOLDER / "trl_templates.json").read_text(encoding="utf-8"))
-    assert snapshot.templates_of(trl) == committed
+    assert snapshot.list_templates(trl) == committed

@@ -12,7 +12,7 @@ from real_process import ask_process
 from verdicts import refused_by_launch, schema_of
 
 from launcher.dataset import mixture, slices
-from launcher.plan.command import config_file
+from launcher.plan.command import render_config_file
 from launcher.upstream import locate
 from launcher.upstream.schema import Values
 
@@ -76,7 +76,7 @@ def request(stage: str, arguments: Arguments) -> dict[str, Any]:
             in_file[name] = value
         else:
             words += [f"--{name}", *schema.words(name, value)]
-    return {"stage": stage, "words": words, "file": config_file(in_file)}
+    return {"stage": stage, "words": words, "file": render_config_file(in_file)}
 
 
 @cache

@@ -16,7 +16,7 @@ from launcher.upstream.source.packages import find_package
 from launcher.upstream.trainers import BACKENDS
 
 CITING = cited.find_citations(REPOSITORY)
-COMMITTED = citations.committed()
+COMMITTED = citations.load_committed()
 TABLES = COMMITTED.tables
 AT_PIN = f"open_instruct {PIN}"
 OTHER_RELEASES = sorted(name for name in TABLES if not name.startswith("open_instruct "))
@@ -25,20 +25,22 @@ DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
 
 def test_what_is_cited_is_in_the_checkout_and_listed_as_it_is_there(checkout: Path) -> None:
     """No golden file can make this green: upstream's own text is searched."""
-    packages = locate.packages_below("open_instruct", checkout)
-    table = citations.table(packages, cited.in_package(CITING, "open_instruct"))
+    packages = locate.find_packages("open_instruct", checkout)
+    table = citations.build_table(packages, cited.select_package(CITING, "open_instruct"))
     tables = [table, *COMMITTED.at_pin_or_later()[1:]]
-    stale = [f"{citing.where}: {citing.citation}" for citing in cited.stale(CITING, tables, PIN)]
+    stale = [
+        f"{citing.where}: {citing.citation}" for citing in cited.find_stale(CITING, tables, PIN)
+    ]
     assert stale == [], "cited, and not in the checkout: mend the citation"
     assert table == TABLES[AT_PIN], "make snapshot"
 
 
 def test_every_rule_is_confirmed_at_the_pin() -> None:
     """After a move somebody compares the old and the new text, and adds `reviewed` to the rule."""
-    confirmed = citations.commits("open_instruct", BACKENDS["open_instruct"].BASELINE)
+    confirmed = citations.load_commits("open_instruct", BACKENDS["open_instruct"].BASELINE)
     standing = citations.RuleStanding("", confirmed, TABLES[AT_PIN].get)
     waiting = []
-    for rule in cited.rules_of("open_instruct"):
+    for rule in cited.list_rules("open_instruct"):
         if standing.changed(rule):
             waiting.append(getattr(rule, "about", rule.__name__))
     assert waiting == [], f"launch pin move {PIN[:12]} lists them with their texts"
@@ -53,8 +55,8 @@ def test_what_is_cited_of_a_package_is_in_its_release(release: str) -> None:
     if version(DISTRIBUTIONS.get(package, package)).partition("+")[0] != number:
         pytest.skip(f"{NO_PACKAGES}: {release} is not installed")
 
-    names = cited.in_package(CITING, package)
-    table = citations.table({package: cited.installed(CITING)[release]}, names)
+    names = cited.select_package(CITING, package)
+    table = citations.build_table({package: cited.find_installed(CITING)[release]}, names)
 
     missing = set(names) - set(table)
     assert [citing.where for citing in CITING if citing.citation in missing] == []

@@ -60,7 +60,7 @@ def test_a_mark_beside_a_half_written_file_is_not_believed(
     spoil(folder / file)
     assert find_faults("open_instruct", tmp_path, ranks=2)["step_2"] is not None
     # upstream goes by its mark all the same
-    assert checkpoints.taken_by_upstream("open_instruct", tmp_path) == folder
+    assert checkpoints.find_upstream_resume("open_instruct", tmp_path) == folder
 
 
 def test_an_engine_needs_the_states_of_every_rank(tmp_path: Path) -> None:
@@ -132,29 +132,29 @@ def test_fsdp_writes_its_metadata_last(tmp_path: Path) -> None:
 
 def test_a_first_half_written_step_hides_every_epoch_from_upstream(tmp_path: Path) -> None:
     epoch = saved.pinned(tmp_path, "epoch_1")
-    assert checkpoints.taken_by_upstream("open_instruct", tmp_path) == epoch
+    assert checkpoints.find_upstream_resume("open_instruct", tmp_path) == epoch
     saved.pinned(tmp_path, "step_5", completed=False)
-    assert checkpoints.taken_by_upstream("open_instruct", tmp_path) is None
+    assert checkpoints.find_upstream_resume("open_instruct", tmp_path) is None
 
 
 def test_names_on_which_upstream_would_crash(tmp_path: Path) -> None:
     saved.pinned(tmp_path, "step_2")
     (tmp_path / "step_2_old").mkdir()
-    assert checkpoints.strange_names("open_instruct", tmp_path) == ["step_2_old"]
-    assert checkpoints.strange_names("trl", tmp_path) == []
+    assert checkpoints.list_strange_names("open_instruct", tmp_path) == ["step_2_old"]
+    assert checkpoints.list_strange_names("trl", tmp_path) == []
     (tmp_path / "step_2_old" / "COMPLETED").touch()
     with pytest.raises(ValueError, match="old"):
-        checkpoints.taken_by_upstream("open_instruct", tmp_path)
+        checkpoints.find_upstream_resume("open_instruct", tmp_path)
 
 
 def test_what_makes_a_finished_model(tmp_path: Path) -> None:
     output = tmp_path / "model"
-    assert checkpoints.model_fault(output) is not None
-    assert checkpoints.model_fault(None) is not None
+    assert checkpoints.find_model_fault(output) is not None
+    assert checkpoints.find_model_fault(None) is not None
     saved.model(output)
-    assert checkpoints.model_fault(output) is None
+    assert checkpoints.find_model_fault(output) is None
     saved.cut(output / "model.safetensors", 0.9)
-    assert checkpoints.model_fault(output) == "model.safetensors is cut off"
+    assert checkpoints.find_model_fault(output) == "model.safetensors is cut off"
 
 
 def write_header(folder: Path, header: dict[str, object]) -> None:
@@ -172,9 +172,9 @@ def test_weights_without_values_are_none(tmp_path: Path) -> None:
         "g_idx": {"dtype": "I32", "shape": [0], "data_offsets": [4, 4]},
     }
     write_header(tmp_path, header)
-    assert checkpoints.damage(tmp_path) is None
+    assert checkpoints.find_damage(tmp_path) is None
     header["proj"] = {"dtype": "BF16", "shape": [0], "data_offsets": [4, 4]}
     write_header(tmp_path, header)
     damage = "1 of the 3 tensors in model.safetensors have no values, such as proj"
-    assert checkpoints.damage(tmp_path) == damage
-    assert checkpoints.model_fault(tmp_path) == damage
+    assert checkpoints.find_damage(tmp_path) == damage
+    assert checkpoints.find_model_fault(tmp_path) == damage

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from launcher.artifacts import digest as content
 from launcher.artifacts import fingerprint
-from launcher.artifacts.fingerprint import MissingContent, of_data, of_file, of_model, of_tokenizer
+from launcher.artifacts.fingerprint import (
+    MissingContent,
+    fingerprint_data,
+    fingerprint_file,
+    fingerprint_model,
+    fingerprint_tokenizer,
+)
 from launcher.errors import Exit
 
 
@@ -62,7 +68,7 @@ def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: P
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     assert digest(path) == digest(copy) == digest(link)
-    assert of_data(str(path)).digest == of_data(str(copy)).digest
+    assert fingerprint_data(str(path)).digest == fingerprint_data(str(copy)).digest
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sampled_regions(path: Path) -> list[tuple[int, int]]:
     with path.open("rb") as file:
-        return content.sampled_regions(file.fileno(), path.stat().st_size) or []
+        return content.choose_regions(file.fileno(), path.stat().st_size) or []
 
 
 @given(data=st.data())
@@ -149,30 +155,30 @@ def write_model(folder: Path) -> Path:
 
 def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
-    before = of_model(str(folder))
+    before = fingerprint_model(str(folder))
     assert [file.name for file in before.files] == ["config.json", "model.safetensors"]
 
     for name in ("README.md", "checkpoint-10/model.safetensors", "tokenizer.json"):
         (folder / name).write_text("other")
-    assert of_model(str(folder)).digest == before.digest
+    assert fingerprint_model(str(folder)).digest == before.digest
     moved = shutil.copytree(folder, tmp_path / "deeper" / "n")
-    assert of_model(str(moved)).digest == before.digest
+    assert fingerprint_model(str(moved)).digest == before.digest
 
     other_weights = safetensors({"a": b"w" * 99 + b"v"})
     (folder / "model.safetensors").write_bytes(other_weights)
-    assert of_model(str(folder)).digest != before.digest
+    assert fingerprint_model(str(folder)).digest != before.digest
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "additional_chat_templates/tools.jinja"])
 def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
     folder = write_model(tmp_path / "m")
-    before = of_tokenizer(str(folder)).digest
+    before = fingerprint_tokenizer(str(folder)).digest
     # retrained weights leave the tokenizer what it is
     (folder / "model.safetensors").write_bytes(b"other")
-    assert of_tokenizer(str(folder)).digest == before
+    assert fingerprint_tokenizer(str(folder)).digest == before
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("another")
-    assert of_tokenizer(str(folder)).digest != before
+    assert fingerprint_tokenizer(str(folder)).digest != before
 
 
 def test_an_adapter_counts_with_its_base(write: Write, tmp_path: Path) -> None:
@@ -180,12 +186,12 @@ def test_an_adapter_counts_with_its_base(write: Write, tmp_path: Path) -> None:
     config = json.dumps({"base_model_name_or_path": str(base)})
     adapter = write("adapter/adapter_config.json", config).parent
     write("adapter/adapter_model.safetensors", safetensors({"lora": b"1" * 10}))
-    before = of_model(str(adapter)).digest
+    before = fingerprint_model(str(adapter)).digest
 
     other_weights = safetensors({"a": b"v" * 100})
     (base / "model.safetensors").write_bytes(other_weights)
 
-    assert of_model(str(adapter)).digest != before
+    assert fingerprint_model(str(adapter)).digest != before
 
 
 def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path: Path) -> None:
@@ -197,37 +203,37 @@ def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path
     # links are followed, and circles end
     (folder / "part").symlink_to(tmp_path / "real")
     (folder / "back").symlink_to(folder)
-    before = of_data(str(folder))
+    before = fingerprint_data(str(folder))
     names = [file.name for file in before.files]
     assert names == ["more/train-1.jsonl", "part/rows.jsonl", "train-0.jsonl"]
 
     digests = [before.digest]
     # a name says to which split a file belongs
     (folder / "train-0.jsonl").rename(folder / "test-0.jsonl")
-    digests.append(of_data(str(folder)).digest)
+    digests.append(fingerprint_data(str(folder)).digest)
     for name in ("data/more/train-1.jsonl", "data/README.md", "real/rows.jsonl"):
         write(name, "x")
-        digests.append(of_data(str(folder)).digest)
+        digests.append(fingerprint_data(str(folder)).digest)
     assert len(set(digests)) == 5
     (folder / ".hidden").unlink()
-    assert of_data(str(folder)).digest == digests[-1]
+    assert fingerprint_data(str(folder)).digest == digests[-1]
 
 
 def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    unknown = of_model("Org/name")
+    unknown = fingerprint_model("Org/name")
     assert (unknown.kind, unknown.revision) == ("name", None)
     write("models--Org--name/refs/main", "c1\n")
-    first = of_model("Org/name")
+    first = fingerprint_model("Org/name")
     assert (first.kind, first.revision) == ("hub", "c1")
     write("models--Org--name/refs/main", "c2")
-    second = of_tokenizer("Org/name")
+    second = fingerprint_tokenizer("Org/name")
     assert len({unknown.digest, first.digest, second.digest}) == 3
     (tmp_path / "models--Org--name" / "snapshots" / "c1").mkdir(parents=True)
-    assert of_model("Org/name", revision="c1").digest == first.digest
-    assert of_model("Org/name", revision="../x").kind == "name"
+    assert fingerprint_model("Org/name", revision="c1").digest == first.digest
+    assert fingerprint_model("Org/name", revision="../x").kind == "name"
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -241,7 +247,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (str(pipe), "unreadable-file"),
     ):
         with pytest.raises(MissingContent) as caught:
-            of_data(name)
+            fingerprint_data(name)
         assert caught.value.findings[0].code == code
         assert caught.value.exit_code == Exit.NOT_READY
 
@@ -252,15 +258,15 @@ def test_a_change_that_hides_behind_size_and_time_is_seen(
     path = write("a.jsonl", b"row\n")
     # it has been still for long enough
     monkeypatch.setattr(fingerprint, "_MARGIN_S", -1e9)
-    before = of_file(path).digest
+    before = fingerprint_file(path).digest
     with monkeypatch.context() as without:
         without.setattr(content, "read_content", None)
-        assert of_file(path).digest == before
+        assert fingerprint_file(path).digest == before
     times = path.stat()
     path.write_bytes(b"RUW\n")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert path.stat().st_mtime_ns == times.st_mtime_ns
-    assert of_file(path).digest != before
+    assert fingerprint_file(path).digest != before
 
 
 ON_ONE_PROCESSOR = """

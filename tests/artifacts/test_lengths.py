@@ -43,7 +43,7 @@ def test_row_tokens() -> None:
     assert same.longest == 512
     assert same.deviation == 0.0
     for packed in (True, False):
-        assert lengths.largest(same, rows=4, batches=9, packed=packed).tokens == 2048
+        assert lengths.find_largest_batch(same, rows=4, batches=9, packed=packed).tokens == 2048
 
 
 @pytest.mark.parametrize("text", ["x", "0:5", "10:5", "nan:5", "1e400:2"])
@@ -65,9 +65,9 @@ def test_rows_are_cut_at_the_longest_that_is_trained() -> None:
 def test_a_batch_on_average_is_that_of_a_draw(rows: Lengths) -> None:
     chance = random.Random(2)
     widths = [max(chance.sample(POOL, 8)) for _ in range(2000)]
-    padded = lengths.typical(rows, rows=8, packed=False)
+    padded = lengths.find_typical_batch(rows, rows=8, packed=False)
     assert padded.width == pytest.approx(mean(widths), rel=0.08)
-    packed = lengths.typical(rows, rows=8, packed=True)
+    packed = lengths.find_typical_batch(rows, rows=8, packed=True)
     assert packed.tokens == pytest.approx(8 * 302, rel=0.03)
 
 
@@ -82,12 +82,12 @@ def test_the_largest_batch_is_that_of_a_draw(rows: Lengths, per_batch: int, batc
         largest_widths.append(max(max(batch) for batch in drawn))
         largest_sums.append(max(sum(batch) for batch in drawn))
 
-    padded = lengths.largest(rows, rows=per_batch, batches=batches, packed=False)
+    padded = lengths.find_largest_batch(rows, rows=per_batch, batches=batches, packed=False)
     expected = per_batch * median(largest_widths)
     tolerance = 0.12 if rows is SAID else 0.05
     assert padded.tokens == pytest.approx(expected, rel=tolerance)
     assert padded.real <= padded.tokens
-    packed = lengths.largest(rows, rows=per_batch, batches=batches, packed=True)
+    packed = lengths.find_largest_batch(rows, rows=per_batch, batches=batches, packed=True)
     assert packed.tokens == pytest.approx(median(largest_sums), rel=0.06)
     assert packed.rows == 1
     assert packed.real == packed.tokens
@@ -140,7 +140,7 @@ def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     write_dataset(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
     state = {"_data_files": [{"filename": DATA_FILE}]}
     (tmp_path / "state.json").write_text(json.dumps(state))
-    pairs = lengths.of_dataset(tmp_path, pairs=True)
+    pairs = lengths.measure_lengths(tmp_path, pairs=True)
     assert pairs.rows == 1
     assert pairs.mean == 5.0
     assert pairs.longest == 6
@@ -157,7 +157,7 @@ def test_a_folder_without_tokenised_rows(tmp_path: Path, fault: str) -> None:
         write_dataset(tmp_path, {"input_ids": []})
     folder = tmp_path / "absent" if fault == "nothing" else tmp_path
     with pytest.raises(InvalidConfig) as caught:
-        lengths.of_dataset(folder)
+        lengths.measure_lengths(folder)
     (finding,) = caught.value.findings
     assert finding.code == "unknown-lengths"
     assert "--row-tokens" in str(finding.help)

@@ -82,12 +82,12 @@ def test_weights_are_those_of_transformers(
         elif ".layers." not in name:
             outer[name] = tuple(weight.shape)
     complete = json.loads(model.config.to_json_string(use_diff=False))
-    shape = architecture.shape_of(complete, name=family)
+    shape = architecture.parse_shape(complete, name=family)
     assert dict(shape.layer) == layer
     assert dict(shape.outer) == outer
     assert shape.parameters == model.num_parameters()
     # what a config.json leaves out is what transformers' class says
-    assert architecture.shape_of(config).parameters == shape.parameters
+    assert architecture.parse_shape(config).parameters == shape.parameters
 
 
 @pytest.mark.parametrize("family", architecture.FAMILIES)
@@ -109,7 +109,7 @@ def test_odd_configs_are_counted_as_transformers_does_or_refused(
 ) -> None:
     config = {"model_type": family, **BASE, key: value}
     try:
-        count = architecture.shape_of(config).parameters
+        count = architecture.parse_shape(config).parameters
     except InvalidConfig:
         return
     assert count == build(config).num_parameters()
@@ -130,7 +130,7 @@ ASKED_WINDOW = {"sliding_window": 64, "max_window_layers": 1}
     ],
 )
 def test_windows(family: str, changes: dict[str, object], window: int) -> None:
-    assert architecture.shape_of({"model_type": family, **BASE, **changes}).window == window
+    assert architecture.parse_shape({"model_type": family, **BASE, **changes}).window == window
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
@@ -161,7 +161,7 @@ def test_a_model_of_the_table_has_its_published_count(name: str, count: int) -> 
 
 
 def test_every_model_of_the_table_can_be_counted() -> None:
-    for name in architecture.table():
+    for name in architecture.load_known_shapes():
         assert architecture.find(name, {}).parameters > 1e8
 
 
@@ -211,7 +211,7 @@ LLAMA = {"model_type": "llama", **BASE}
 )
 def test_a_config_without_a_shape_is_refused(config: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        architecture.shape_of(config, name="some/model")
+        architecture.parse_shape(config, name="some/model")
     (finding,) = caught.value.findings
     assert finding.code == "unknown-shape"
     assert message in finding.message

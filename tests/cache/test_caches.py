@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import Write
-from plans import from_text, planned
+from plans import from_text, make_plan
 
 from launcher import files
 from launcher.cache import diagnosis, folders, keys
@@ -83,7 +83,7 @@ def project(write: Write, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan_stage(text: str, *overrides: str) -> Plan:
     """The plan of a stage file in the working directory."""
-    return planned(from_text(Path.cwd(), text, *overrides))
+    return make_plan(from_text(Path.cwd(), text, *overrides))
 
 
 def derive(
@@ -201,8 +201,8 @@ def test_upstreams_own_code_counts_by_content(project: Path, file: str, kinds: s
     digests = {**stage.schema.digests, file: "edited"}
     edited = replace(stage, schema=replace(stage.schema, digests=digests))
 
-    before = derive_by_kind(planned(stage))
-    after = derive_by_kind(planned(edited))
+    before = derive_by_kind(make_plan(stage))
+    after = derive_by_kind(make_plan(edited))
 
     changed = {kind for kind in before if after[kind].path != before[kind].path}
     assert changed == kinds
@@ -239,11 +239,11 @@ def test_a_folder_of_the_user_holds_those_of_launch(
 def test_the_command_gets_them_as_upstreams_own_options(project: Path) -> None:
     before = plan_stage(DPO)
     dataset, reference = keys.derive(before, PACKAGES)
-    after = plan.completed(before, keys.derived([dataset, reference]))
+    after = plan.complete_plan(before, keys.derive_arguments([dataset, reference]))
     assert after.values["local_cache_dir"] == str(dataset.path)
     assert after.arguments()["local_cache_dir"] == [str(dataset.path)]
     assert "data/a.jsonl" in after.derived["local_cache_dir"].why
-    env = keys.environment([dataset, reference])
+    env = keys.derive_environment([dataset, reference])
     assert env[keys.REFERENCE_VARIABLE] == str(reference.path)
     assert Path(env[keys.DATASETS_VARIABLE]).parent == dataset.path
     assert not (project / "cache").exists()
@@ -277,12 +277,12 @@ def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(project: 
 
 def test_a_model_that_is_not_here_is_noted(project: Path) -> None:
     dpo = plan_stage(HUB_DPO)
-    (finding,) = keys.findings(dpo, keys.derive(dpo, PACKAGES))
+    (finding,) = keys.check_caches(dpo, keys.derive(dpo, PACKAGES))
     assert (finding.severity, finding.code) == ("note", "model-not-here")
 
 
 def run_folder(name: str) -> RunFolder:
-    folder = RunFolder(rundir.runs_root() / name)
+    folder = RunFolder(rundir.find_runs_root() / name)
     folder.path.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -327,13 +327,13 @@ def test_a_folder_is_listed_with_what_it_was_derived_from(project: Path) -> None
     names = [file["name"] for file in model["shown"]["files"]]
     assert names == ["config.json", "model.safetensors"]
 
-    (folder,) = [folder for folder in folders.known() if folder.kind == "reference"]
+    (folder,) = [folder for folder in folders.list_folders() if folder.kind == "reference"]
     row = folder.row()
     assert row["state"] == "filled"
     assert row["runs"] == ["r1"]
     assert row["size"] > 1000
     assert row["last used"] < 60
-    shown = folders.shown(row)
+    shown = folders.describe_row(row)
     assert set(folders.COLUMNS) <= shown.keys()
     assert shown["of"] == "data/a.jsonl, data/b.jsonl, model"
     assert shown["size"].endswith(" KiB")
@@ -342,10 +342,10 @@ def test_a_folder_is_listed_with_what_it_was_derived_from(project: Path) -> None
 
 def test_folders_elsewhere_are_found_again(project: Path, tmp_path: Path) -> None:
     caches = use("r1", SFT, f"dataset_local_cache_dir={tmp_path / 'disk'}")
-    (folder,) = folders.known()
+    (folder,) = folders.list_folders()
     assert folder.path == caches["dataset"].path
     shutil.rmtree(tmp_path / "disk")
-    assert folders.known() == []
+    assert folders.list_folders() == []
 
 
 def test_a_half_written_set_is_removed_before_a_run(project: Path) -> None:
@@ -380,7 +380,7 @@ def test_what_was_edited_while_a_run_began_spoils_what_it_made(project: Path) ->
     for cache in caches.values():
         discarded += [path.name for path in folders.discard_spoiled(cache) or ()]
     assert discarded == ["0123456789", "0123456789.pt"]
-    assert [folder.entries() for folder in folders.known()] == [[], []]
+    assert [folder.entries() for folder in folders.list_folders()] == [[], []]
 
 
 def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older(
@@ -397,12 +397,14 @@ def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older
     with hold("r3", SFT, filled=False) as caches:
         pass
     assert not folders.discard_spoiled(caches["dataset"])
-    assert folders.known()[0].entries() == ["0123456789"]
+    assert folders.list_folders()[0].entries() == ["0123456789"]
 
 
 def clear(**options: Any) -> dict[str, str]:
     """Clear the known folders; the state of each afterwards, by kind."""
-    return {result.kind: result.state for result in folders.clear(folders.known(), **options)}
+    return {
+        result.kind: result.state for result in folders.clear(folders.list_folders(), **options)
+    }
 
 
 def test_clearing_takes_the_kind_and_age_that_were_asked_for(project: Path) -> None:
@@ -416,13 +418,13 @@ def test_clearing_takes_the_kind_and_age_that_were_asked_for(project: Path) -> N
     assert clear(kind="reference") == {"reference": "removed"}
     assert not caches["reference"].path.exists()
     assert clear() == {"dataset": "removed"}
-    assert folders.known() == []
+    assert folders.list_folders() == []
     assert list(dataset.parent.glob("*-*")) == []
 
 
 def test_a_folder_that_a_run_holds_is_kept(project: Path) -> None:
     with hold("r1", SFT):
-        (result,) = folders.clear(folders.known())
+        (result,) = folders.clear(folders.list_folders())
         assert result.state == "kept"
         assert result.reason == "a run uses it"
     assert clear() == {"dataset": "removed"}
@@ -443,7 +445,7 @@ def test_a_started_process_holds_on_when_the_launcher_is_gone(project: Path) -> 
 @pytest.mark.parametrize("spoil", ["record", "name", "link"])
 def test_nothing_else_is_deleted(project: Path, tmp_path: Path, spoil: str) -> None:
     path = use("r1", SFT)["dataset"].path
-    (folder,) = folders.known()
+    (folder,) = folders.list_folders()
     other = tmp_path / "precious"
     if spoil == "record":
         (path / folders.RECORD).unlink()
@@ -457,19 +459,19 @@ def test_nothing_else_is_deleted(project: Path, tmp_path: Path, spoil: str) -> N
     (result,) = folders.clear([folder])
     assert result.state == "kept"
     assert (path / "0123456789" / "state.json").is_file()
-    assert folders.known() == []
+    assert folders.list_folders() == []
 
 
 def test_ages() -> None:
-    assert folders.age("30d") == 30 * 86400
-    assert folders.age("90m") == 5400
-    assert folders.age("1.5w") == 907200
+    assert folders.parse_age("30d") == 30 * 86400
+    assert folders.parse_age("90m") == 5400
+    assert folders.parse_age("1.5w") == 907200
 
 
 @pytest.mark.parametrize("text", ["", "30", "-1d", "30 days"])
 def test_an_age_without_a_unit_or_below_0_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        folders.age(text)
+        folders.parse_age(text)
 
 
 def record_use(name: str, state: str, path: object = "") -> None:
@@ -484,7 +486,9 @@ def record_use(name: str, state: str, path: object = "") -> None:
 
 def why(name: str) -> Reason:
     """Why the dataset of a run was found or not."""
-    (reason,) = [reason for reason in diagnosis.why(run_folder(name)) if reason.kind == "dataset"]
+    (reason,) = [
+        reason for reason in diagnosis.explain_caches(run_folder(name)) if reason.kind == "dataset"
+    ]
     return reason
 
 
@@ -549,4 +553,4 @@ def test_the_newest_attempt_is_explained(project: Path) -> None:
         record_use("r1", "hit")
     assert why("r1").state == "hit"
     assert Path(str(why("r1").compared)).name == "r1"
-    assert diagnosis.why(run_folder("r9")) == []
+    assert diagnosis.explain_caches(run_folder("r9")) == []

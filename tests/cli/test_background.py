@@ -12,13 +12,13 @@ import yaml
 from experiment import shaped
 from fake_world import World, needs_trl
 
-from launcher.lifecycle.background import foreground_argv
+from launcher.lifecycle.background import strip_background_options
 
 
 def test_what_runs_elsewhere_neither_goes_elsewhere_nor_answers_machines() -> None:
     words = ["tune", "a.yaml", "--detach", "--format", "json", "--on-finish", "x --slurm", "k=1"]
-    assert foreground_argv(words) == ["tune", "a.yaml", "--on-finish", "x --slurm", "k=1"]
-    assert foreground_argv(["bench", "--format=json", "--slurm"]) == ["bench"]
+    assert strip_background_options(words) == ["tune", "a.yaml", "--on-finish", "x --slurm", "k=1"]
+    assert strip_background_options(["bench", "--format=json", "--slurm"]) == ["bench"]
 
 
 @needs_trl

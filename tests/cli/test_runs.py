@@ -27,7 +27,7 @@ BENCH = "20260101T000000Z-bench-x"
 def finished_run(name: str, start: float = 0, **changes: Any) -> Path:
     """A finished run that was started so many seconds after another."""
     manifest = made_runs.manifest(**{"cwd": str(Path.cwd()), **changes})
-    path = made_runs.write_run(rundir.runs_root() / name, record=manifest)
+    path = made_runs.write_run(rundir.find_runs_root() / name, record=manifest)
     os.utime(path / "run.json", (1e9 + start, 1e9 + start))
     return path
 
@@ -86,7 +86,7 @@ def test_the_row_of_a_run_that_is_over_is_kept_until_its_folder_changes(
     # damaged
     os.utime(path, (1e9 + 1, 1e9 + 1))
     states(ask)
-    (rundir.state_folder() / "rows.json").write_text(json.dumps({str(path): [1]}))
+    (rundir.find_state_folder() / "rows.json").write_text(json.dumps({str(path): [1]}))
     assert states(ask) == {path.name: "failed"}
 
 
@@ -99,9 +99,9 @@ def test_a_bench_and_a_pipeline_are_one_entry_each(ask: Ask, capsys: Capture) ->
     alone = finished_run("20260102T000000Z-sft-alone").name
     pipeline = "20260103T000000Z-pipeline-y"
     stage = finished_run("20260103T000001Z-sft-stage")
-    (rundir.runs_root() / pipeline).mkdir()
+    (rundir.find_runs_root() / pipeline).mkdir()
     record = {"stages": [{"run": str(stage)}]}
-    files.write_json(rundir.runs_root() / pipeline / "pipeline.json", record)
+    files.write_json(rundir.find_runs_root() / pipeline / "pipeline.json", record)
 
     campaigns = [Path(row["part_of"] or "-").name for row in ask("runs").data]
     assert campaigns == [BENCH, BENCH, BENCH, "-", pipeline]
@@ -164,7 +164,7 @@ def test_a_run_is_deleted_and_its_model_stays(
     assert main.main(["rm", "2026", "--yes"]) == 0
     assert capsys.readouterr().out.startswith(f"deleted {run.path} (")
     assert not run.path.exists()
-    assert not list(rundir.registered("runs"))
+    assert not list(rundir.list_registered("runs"))
     assert (tmp_path / "model").is_dir()
 
 
@@ -227,7 +227,7 @@ def test_a_bench_is_checked_and_deleted_by_its_name(capsys: Capture) -> None:
     assert main.main(["rm", BENCH, "--yes"]) == 2
     assert main.main(["rm", BENCH, "--yes", "--model"]) == 0
     assert not trial.parent.exists()
-    assert not list(rundir.registered("runs"))
+    assert not list(rundir.list_registered("runs"))
 
 
 def test_clearing_every_cache_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
@@ -235,13 +235,13 @@ def test_clearing_every_cache_is_asked_for(tmp_path: Path, capsys: Capture) -> N
     record = {
         "launch_cache": folders.RECORD_VERSION,
         "kind": "dataset",
-        "created": rundir.utc_now(),
+        "created": rundir.format_utc_now(),
         "digest": "0123456789abcdef" * 4,
     }
     path.mkdir()
     rundir.register("caches", path)
     files.write_json(path / folders.RECORD, record)
-    assert [cache.path for cache in folders.known()] == [path]
+    assert [cache.path for cache in folders.list_folders()] == [path]
     assert main.main(["cache", "clear"]) == 2
     assert "add --all" in capsys.readouterr().err
     assert main.main(["cache", "clear", "--older-than", "1d"]) == 0

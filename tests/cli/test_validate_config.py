@@ -84,7 +84,7 @@ def test_annotations_of_github(
 def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
     message = "x\n::add-mask::y\r\n::error::z%"
     note = Finding(severity="note", layer="launch", code="c", message=message)
-    command = console.workflow_command(note, tmp_path)
+    command = console.render_workflow_command(note, tmp_path)
     assert command == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
 
 

@@ -171,7 +171,7 @@ FOLDERS = [*map(Folder, BY_NAMES), *BY_CARD]
 
 def agrees(folder: str, split: str, expected: list[str]) -> bool:
     """Whether launch reads these files, or says that it does not know the split's files."""
-    source = sources.of_name(folder, split, None, {})
+    source = sources.find_named_source(folder, split, None, {})
     files = sorted(str(path.relative_to(folder)) for path in source.files)
     says_nothing = not source.files and source.unseen is not None
     return files == expected or says_nothing

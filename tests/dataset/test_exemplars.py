@@ -24,12 +24,14 @@ ROWS = [PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, SYSTEM, SYSTEM, EMPTY, PLAIN, EMPTY]
 
 def rows_beyond(*paths: Path) -> list[Row]:
     """The rows of new kinds that stand behind the first four."""
-    return [exemplar.row for exemplar in exemplars.beyond(survey.look(paths), SEEN_FIRST)]
+    return [
+        exemplar.row for exemplar in exemplars.list_further_rows(survey.look(paths), SEEN_FIRST)
+    ]
 
 
 def test_the_first_row_of_each_kind_is_shown_with_its_line(write: Write) -> None:
     path = write("a.jsonl", lines(ROWS))
-    first, second = exemplars.beyond(survey.look([path]), SEEN_FIRST)
+    first, second = exemplars.list_further_rows(survey.look([path]), SEEN_FIRST)
     assert (first.place.number, first.row) == (6, SYSTEM)
     assert (second.place.number, second.row) == (8, EMPTY)
 
@@ -63,4 +65,4 @@ def test_a_file_that_has_gone_shows_no_rows(write: Write) -> None:
     path = write("a.jsonl", lines(ROWS))
     surveyed = survey.look([path])
     path.unlink()
-    assert exemplars.beyond(surveyed, SEEN_FIRST) == []
+    assert exemplars.list_further_rows(surveyed, SEEN_FIRST) == []

@@ -377,4 +377,4 @@ TWELVE_MIB = [{"text": "x" * 2**20}] * 12
 def test_datasets_types_the_rows_of_ten_megabytes_first(
     name: str, content: bytes, rows: int, write: Write
 ) -> None:
-    assert reading.rows_typed_first(write(name, content)) == rows
+    assert reading.count_rows_typed_first(write(name, content)) == rows

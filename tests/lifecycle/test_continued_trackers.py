@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_world import World, made, needs_trl
+from fake_world import World, needs_trl, open_world
 
 from launcher.cli import main
 from launcher.runs import rundir
@@ -30,7 +30,7 @@ TRACKERS = (
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.enter(monkeypatch)
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -50,7 +50,7 @@ def train(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str) -> dict[st
 
 
 def only_run(world: World) -> RunFolder:
-    (folder,) = rundir.newest_first(world.runs)
+    (folder,) = rundir.list_newest_first(world.runs)
     return folder
 
 

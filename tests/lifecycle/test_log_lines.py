@@ -15,7 +15,7 @@ from made_runs import manifest, write_run
 from launcher.cli import main
 from launcher.lifecycle import log_lines
 from launcher.lifecycle.log_lines import LINE_BYTES, LogLines, find_last_lines
-from launcher.printable import printable
+from launcher.printable import make_printable
 from launcher.redaction import redact_bytes
 from launcher.report.progress import TAIL_LINES, Tail, read_last_lines
 from launcher.runs.rundir import RunFolder
@@ -204,7 +204,7 @@ def require_linear(work: Callable[[int], object]) -> None:
 )
 def test_redaction_takes_time_in_proportion_to_a_line(unit: str) -> None:
     def redact(size: int) -> None:
-        text = printable(unit * (size // len(unit)))
+        text = make_printable(unit * (size // len(unit)))
         redact_bytes(text.encode(), ("a-secret-value",))
 
     require_linear(redact)

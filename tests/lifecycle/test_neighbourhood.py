@@ -8,7 +8,7 @@ from pathlib import Path
 import made_runs
 import pytest
 import saved
-from fake_world import World, made, needs_trl
+from fake_world import World, needs_trl, open_world
 from in_process import Answer, launch
 
 from launcher import files
@@ -26,7 +26,7 @@ Findings = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.environ["HOME"] = str(tmp_path / "home")
         world.enter(monkeypatch)
         yield world

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S
-from fake_world import World, looks_on, made, until
+from fake_world import World, open_world, wait_until, wait_until_shown
 
 from launcher import files
 from launcher.cli import main
@@ -29,7 +29,7 @@ Launcher = subprocess.Popen[bytes]
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         for name in ("LAUNCH_RUNS", "XDG_STATE_HOME", "LAUNCH_CACHE", "LAUNCH_GRACE", "FAKE_PIDS"):
             monkeypatch.setenv(name, world.environ[name])
         world.environ.pop("SLURM_JOB_ID", None)
@@ -63,7 +63,7 @@ def begin(world: World, folder: RunFolder) -> None:
 def start_launcher(world: World) -> Launcher:
     launcher = world.started("exec", "a run")
     world.pid("leader")
-    looks_on(launcher)
+    wait_until_shown(launcher)
     return launcher
 
 
@@ -147,7 +147,7 @@ def test_a_training_that_cannot_hear_is_stopped_at_once(
     folder = prepare(world, "sleep=600", listens=in_slurm)
     begin(world, folder)
     os.kill(supervisor_pid(folder), signal.SIGTERM)
-    until(folder.exit(1).exists)
+    wait_until(folder.exit(1).exists)
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGTERM
 
 
@@ -156,7 +156,7 @@ def test_an_ordinary_stop_does_not_wait_for_a_save(world: World, by_signal: bool
     folder = prepare(world, "sleep=600")
     launcher = start_launcher(world)
     launcher.send_signal(signal.SIGTERM)
-    until((folder.probe / "save.json").exists)
+    wait_until((folder.probe / "save.json").exists)
     if by_signal:
         launcher.send_signal(signal.SIGINT)
     else:

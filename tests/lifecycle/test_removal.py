@@ -13,7 +13,7 @@ from pathlib import Path
 import made_runs
 import pytest
 import saved
-from fake_world import World, made, until
+from fake_world import World, open_world, wait_until
 from in_process import Answer, launch
 
 from launcher import files
@@ -28,7 +28,7 @@ MODEL = {"config.json", "model.safetensors", "tokenizer.json"}
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.environ["HOME"] = str(world.root / "home")
         for name in ("HOME", "LAUNCH_RUNS", "XDG_STATE_HOME"):
             monkeypatch.setenv(name, world.environ[name])
@@ -209,7 +209,7 @@ def test_of_a_run_killed_with_its_supervisor_what_was_there_stays(
     folder = world.prepared(*steps, output=str(out))
     launcher = world.started("exec", str(folder.path))
     leader = world.pid("leader")
-    until(folder.process.exists)
+    wait_until(folder.process.exists)
     supervisor = rundir.read_json(folder.process)["keeper"]["pid"]
     for pid in (launcher.pid, supervisor, leader):
         os.kill(pid, signal.SIGKILL)
@@ -451,7 +451,7 @@ def test_own_files_in_a_run_folder_are_kept(world: World, remove: Remove) -> Non
     require_removed(answer)
     assert names(folder.path) == {"plots/loss.png", "thoughts.md"}
     assert "2 files that this run did not write (plots/loss.png, thoughts.md)" in answer.out
-    assert folder not in rundir.known_runs()
+    assert folder not in rundir.list_known_runs()
 
 
 def test_a_run_folder_that_is_a_link_is_refused(world: World, remove: Remove) -> None:
@@ -514,11 +514,11 @@ def test_the_list_of_outputs_can_be_lost(world: World, out: Path) -> None:
     run = str(train(world).path)
     index = world.root / "state" / "launch" / "outputs.jsonl"
     index.unlink(missing_ok=True)
-    assert outputs.outputs_by_run(seconds=None)[run] == str(out)
+    assert outputs.map_outputs(seconds=None)[run] == str(out)
 
     with index.open("a") as stream:
         stream.write('["/gone", "/nowhere", "x"]\n[3]\n{"a": 1}\n["torn')
-    assert run in outputs.outputs_by_run(seconds=None)
+    assert run in outputs.map_outputs(seconds=None)
     (neighbour,) = outputs.find_neighbours(out, Path("/x/other"))
     assert neighbour.run == run
-    assert lease.newest_lease(out) is not None
+    assert lease.find_newest_lease(out) is not None

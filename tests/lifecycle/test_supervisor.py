@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
-from fake_world import FAKE, LAUNCH, World, looks_on, made, until
+from fake_world import FAKE, LAUNCH, World, open_world, wait_until, wait_until_shown
 
 from launcher import files
 from launcher.cli import main
@@ -31,7 +31,7 @@ PYTHON = sys.executable
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.environ["LAUNCH_GRACE"] = "0.5,0.5,0.5"
         for name in ("LAUNCH_RUNS", "XDG_STATE_HOME", "LAUNCH_CACHE", "LAUNCH_GRACE", "FAKE_PIDS"):
             monkeypatch.setenv(name, world.environ[name])
@@ -63,7 +63,7 @@ def let_go(world: World) -> None:
 def start_viewer(world: World, *words: str) -> subprocess.Popen[bytes]:
     """A command that shows a run, once it does."""
     viewer = world.started(*words)
-    looks_on(viewer)
+    wait_until_shown(viewer)
     return viewer
 
 
@@ -77,7 +77,7 @@ def supervisor_pid(folder: RunFolder) -> int:
 
 def kill_supervisor(folder: RunFolder) -> None:
     os.kill(supervisor_pid(folder), signal.SIGKILL)
-    until(lambda: not runner.has_live_supervisor(folder))
+    wait_until(lambda: not runner.has_live_supervisor(folder))
 
 
 def run_state(capsys: Capture) -> str:
@@ -110,12 +110,12 @@ def test_the_supervisor_outlives_the_launcher(world: World) -> None:
     folder = world.prepared("pid=leader", wait_for_go(world), "print=2", "exit=3")
     running = world.started("exec", str(folder.path), start_new_session=True)
     world.pid("leader")
-    until(folder.process.exists)
+    wait_until(folder.process.exists)
 
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
     let_go(world)
-    until(folder.verdict.exists)
+    wait_until(folder.verdict.exists)
 
     assert rundir.read_json(folder.exit(1))["returncode"] == 3
     assert folder.console(1).read_text() == "line 0\nline 1\n"
@@ -256,7 +256,7 @@ def test_no_process_is_left_whatever_it_has_done_to_hide(world: World, is_stoppe
         assert launch("stop", "last") == 0
     else:
         let_go(world)
-        until(folder.verdict.exists)
+        wait_until(folder.verdict.exists)
 
     assert not is_alive(daemon)
     assert not is_alive(world.pid("leader"))
@@ -286,7 +286,7 @@ def test_a_repeated_interrupt_does_not_wait(world: World) -> None:
 
     for name in ("SIGINT", "SIGTERM"):
         viewer.send_signal(signal.SIGINT)
-        until((world.root / name).exists)
+        wait_until((world.root / name).exists)
     viewer.send_signal(signal.SIGINT)
     viewer.communicate(timeout=PATIENCE_S)
 
@@ -319,7 +319,7 @@ def test_a_reused_number_is_never_killed(world: World) -> None:
 
 def test_a_stop_says_what_is_lost(world: World, capsys: Capture) -> None:
     start_run(world, "step=37", "sleep=600", output=str(world.root / "out"))
-    until((world.runs / "a run" / "probe").exists)
+    wait_until((world.runs / "a run" / "probe").exists)
     launch("stop", "last")
     assert "all 37 steps are lost" in capsys.readouterr().out
 
@@ -519,9 +519,9 @@ def test_a_supervisor_that_is_killed_in_the_command_at_the_end_has_called_it(wor
     notify = append_exit_code(world, f"touch {world.root}/called; sleep 3")
     folder = world.prepared("exit=0", on_finish=notify)
     start.execute(folder)
-    until((world.root / "called").exists)
+    wait_until((world.root / "called").exists)
     # the call is recorded while the command runs
-    until(lambda: rundir.is_concluded(folder, 1))
+    wait_until(lambda: rundir.is_concluded(folder, 1))
     os.kill(supervisor_pid(folder), signal.SIGKILL)
     launch("attach", "a run")
     assert notified_codes(world) == "1"
@@ -538,8 +538,8 @@ def test_the_command_at_the_end_finds_the_locks_free(world: World) -> None:
     world.pid("leader")
     assert subprocess.run(["flock", "-n", str(lock), "true"]).returncode == 1, "training has it"
     let_go(world)
-    until(free.exists)
-    until(lambda: free.read_text() == "0\n")
+    wait_until(free.exists)
+    wait_until(lambda: free.read_text() == "0\n")
 
 
 def test_term_to_the_supervisor_reaches_the_command_at_the_end(world: World) -> None:
@@ -548,10 +548,10 @@ def test_term_to_the_supervisor_reaches_the_command_at_the_end(world: World) -> 
     script = f"trap 'echo ended > {ended}; exit 3' TERM; touch {begun}; sleep 600 & wait"
     folder = world.prepared("exit=0", on_finish=("sh", "-c", script))
     start.execute(folder)
-    until(begun.exists)
+    wait_until(begun.exists)
     os.kill(supervisor_pid(folder), signal.SIGTERM)
-    until(ended.exists)
-    until(lambda: not runner.has_live_supervisor(folder))
+    wait_until(ended.exists)
+    wait_until(lambda: not runner.has_live_supervisor(folder))
     assert "ended with 3" in folder.supervisor_log.read_text()
 
 
@@ -591,11 +591,11 @@ time.sleep(900)
 @pytest.mark.parametrize("bare", [False, True], ids=["with their environment", "without"])
 @pytest.mark.usefixtures("_short_ending")
 def test_of_a_command_whose_time_is_up_nothing_is_left(world: World, bare: bool) -> None:
-    earlier = process.descendants(os.getpid())
+    earlier = process.find_descendants(os.getpid())
     script = STUBBORN.format(count=20, bare=bare, leaves=False)
     call_command(world, PYTHON, "-c", script, limit_s=5.0)
     assert (world.root / "all-started").exists()
-    assert not process.descendants(os.getpid()) - earlier
+    assert not process.find_descendants(os.getpid()) - earlier
     assert not world.left() - {os.getpid()}
 
 
@@ -648,7 +648,7 @@ def screen(session: str) -> str:
 
 
 def until_shown(session: str, text: str) -> None:
-    until(lambda: text in screen(session))
+    wait_until(lambda: text in screen(session))
 
 
 @pytest.mark.usefixtures("_tmux_server")
@@ -674,7 +674,7 @@ def test_a_session_shows_the_run_stays_with_the_verdict_and_may_die(
     assert background.open_session(folder) == session
     until_shown(session, "press Enter to close")
     subprocess.run(["tmux", "send-keys", "-t", session, "Enter"], check=True)
-    until(lambda: not screen(session))
+    wait_until(lambda: not screen(session))
     assert not list(world.root.rglob("pwned"))
     with monkeypatch.context() as without_tmux:
         without_tmux.setenv("PATH", str(world.root))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import World, made, until
+from fake_world import World, open_world, wait_until
 from made_runs import write_run
 
 from launcher.cli import main
@@ -80,7 +80,7 @@ def take_samples(folder: Path, attempt: Attempt) -> list[UsageSample]:
     enough = len(usage.read_usage(run)) + 3
     thread = sampling.UsageThread(run, attempt, look_s=0.01)
     thread.start()
-    until(lambda: len(usage.read_usage(run)) >= enough)
+    wait_until(lambda: len(usage.read_usage(run)) >= enough)
     thread.end()
     assert not thread.thread.is_alive()
     return usage.read_usage(run)
@@ -164,7 +164,7 @@ def test_a_line_is_broken_where_nobody_sampled() -> None:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         yield world
 
 

@@ -113,13 +113,13 @@ def test_the_visible_cards_are_those_of_cuda(visible: str, names: list[str]) -> 
 
 
 def test_names_of_cards() -> None:
-    assert devices.slots_named(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
+    assert devices.parse_slots(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
 
 
 @pytest.mark.parametrize("text", ["", "2,2", "-1", "MIG-1", "٣"])
 def test_names_that_name_nothing(text: str) -> None:
     with pytest.raises(UsageError) as refused:
-        devices.slots_named(text)
+        devices.parse_slots(text)
     assert refused.value.findings[0].code == "bad-devices"
 
 

@@ -150,7 +150,7 @@ def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path, scope: str)
     repository = Repository(root)
     commit = repository.commit("HEAD")
     assert commit is not None
-    assert python.git_version(root) == f"{commit}+edited"
+    assert python.read_git_version(root) == f"{commit}+edited"
     assert "+two" in str(repository.ask("diff", "HEAD"))
     assert repository.ask("show", "-s", "--format=%s", commit) == "one"
     assert repository.ask("log", "--format=%H") == commit

@@ -88,24 +88,24 @@ def test_the_version_is_the_commit_with_edits_below(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = git(repository, "rev-parse", "HEAD")
-    assert python.git_version(repository) == commit
+    assert python.read_git_version(repository) == commit
     (repository / "untracked").touch()
     # a git hook names another repository
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    assert python.git_version(repository) == commit
+    assert python.read_git_version(repository) == commit
 
     (repository / "notes").write_text("2")
-    assert python.git_version(repository) == f"{commit}+edited"
-    assert python.git_version(repository, "package") == commit
+    assert python.read_git_version(repository) == f"{commit}+edited"
+    assert python.read_git_version(repository, "package") == commit
     (tmp_path / "link").symlink_to(repository)
-    assert python.git_version(tmp_path / "link") == f"{commit}+edited"
+    assert python.read_git_version(tmp_path / "link") == f"{commit}+edited"
 
 
 def test_without_a_commit_of_its_own_there_is_no_version(repository: Path, tmp_path: Path) -> None:
-    assert python.git_version(repository / "package") is None
-    assert python.git_version(tmp_path / "none") is None
+    assert python.read_git_version(repository / "package") is None
+    assert python.read_git_version(tmp_path / "none") is None
     git(tmp_path, "init", "-q")
-    assert python.git_version(tmp_path) is None
+    assert python.read_git_version(tmp_path) is None
 
 
 def test_the_order_of_interpreters(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from conftest import REPOSITORY, Write
 from repositories import UTILS, commit, declared, git, script, transformation
 
 from launcher.cli.main import main
-from launcher.errors import Exit, NotReady, UsageError, errors
+from launcher.errors import Exit, NotReady, UsageError, select_errors
 from launcher.pin import difference, pin
 from launcher.pin.difference import (
     ArgumentDifference,
@@ -87,7 +87,7 @@ class Repo:
 
     def diff(self, *configs: Path, old: str = "", new: str = "") -> CommitDifference:
         commits = pin.find_commits((old or self.old, new or self.new), self.path, {})
-        return difference.between(commits, configs)
+        return difference.compare_commits(commits, configs)
 
     def diff_back(self, *configs: Path) -> CommitDifference:
         return self.diff(*configs, old=self.new, new=self.old)
@@ -168,7 +168,7 @@ def changed_defaults(config: ConfigDifference) -> set[str]:
 
 
 def text_of(diff: CommitDifference) -> str:
-    return "\n".join(difference.lines(diff))
+    return "\n".join(difference.render_difference(diff))
 
 
 def test_every_kind_of_change_of_an_argument_is_told(repo: Repo) -> None:
@@ -296,7 +296,7 @@ def test_an_argument_that_must_be_given_now(tmp_path: Path, write: Write) -> Non
 
     config = only_config(repo.diff(write("a.yaml", stage_file())))
     assert config.valid == (True, False)
-    (error,) = errors(config.appeared)
+    (error,) = select_errors(config.appeared)
     assert error.code == "missing-argument"
     assert error.key == "args.seed"
     assert "open_instruct/finetune.py:" in error.message
@@ -312,7 +312,7 @@ def test_the_text_only_counts_the_changes_that_concern_no_file(repo: Repo, write
     assert "--all shows them" in brief
     assert "\n  renamed:" not in brief
 
-    complete = "\n".join(difference.lines(diff, everything=True))
+    complete = "\n".join(difference.render_difference(diff, everything=True))
     assert "clip_norm -> clip_grad_norm" in complete
     assert "not read any more:" in complete
 
@@ -360,7 +360,7 @@ def test_a_shallow_clone_says_how_to_get_the_rest(repo: Repo, shallow: Path) -> 
     assert "--unshallow" in help_without("HEAD~1", shallow)
     assert f"fetch origin {repo.old}" in help_without(repo.old, shallow)
     commits = pin.find_commits(("HEAD", "HEAD"), shallow, {})
-    assert difference.between(commits).shallow
+    assert difference.compare_commits(commits).shallow
 
 
 def test_a_bare_clone_and_a_git_folder_will_do(repo: Repo, tmp_path: Path) -> None:
@@ -417,7 +417,9 @@ def test_the_real_scripts_of_the_known_commits(checkout: Path) -> None:
     except (NotReady, UsageError):
         pytest.skip("the checkout's history lacks a known commit")
 
-    diff = difference.between(commits, [REPOSITORY / "configs" / "smoke" / "dpo_qwen7b.yaml"])
+    diff = difference.compare_commits(
+        commits, [REPOSITORY / "configs" / "smoke" / "dpo_qwen7b.yaml"]
+    )
 
     dpo = diff.stages["dpo"]
     assert kinds(dpo, "data_loader_seed") == {"added"}

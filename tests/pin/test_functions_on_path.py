@@ -66,7 +66,7 @@ class Repo:
 
     def diff(self) -> CommitDifference:
         commits = pin.find_commits((self.old, self.new), self.root, {})
-        return difference.between(commits, ())
+        return difference.compare_commits(commits, ())
 
 
 def repo_with(folder: Path, words: str, others: str) -> Repo:
@@ -107,7 +107,7 @@ def test_a_changed_function_on_the_path_is_shown(
     assert (function.new or "").startswith(f"{FILE}:")
     assert not diff.stages["dpo"].functions
     assert not diff.stages["sft"].changes
-    assert "is for you to read" in difference.lines(diff)[-1]
+    assert "is for you to read" in difference.render_difference(diff)[-1]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_does_not_act_or_is_not_reached_is_not_shown(
 ) -> None:
     diff = repo_with(tmp_path, words, others).diff()
     assert not functions_of(diff, "sft")
-    assert "every function on the path is the same" in difference.lines(diff)[-1]
+    assert "every function on the path is the same" in difference.render_difference(diff)[-1]
 
 
 def test_changed_functions_stand_in_the_text_and_in_the_json(
@@ -162,6 +162,6 @@ def test_what_the_newest_known_commit_does_otherwise() -> None:
     behaviours = {known.name: known for known in diff.stages["dpo"].behaviours}
     guard = behaviours["guards-negative-clipping"]
     assert (guard.old, guard.new) == (True, False)
-    text = "\n".join(difference.lines(diff))
+    text = "\n".join(difference.render_difference(diff))
     assert "guards-negative-clipping: yes -> no" in text
     assert "nothing got worse" not in text

@@ -229,7 +229,7 @@ def review(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reviewer:
             rules.append(rule_about(name, place, confirmed))
             citing.append(Citing("launcher/rules/a.py", number, place))
         monkeypatch.setattr(reviews, "rules_of", lambda _: rules)
-        monkeypatch.setattr(cited, "rules_of", lambda _: rules)
+        monkeypatch.setattr(cited, "list_rules", lambda _: rules)
         monkeypatch.setattr(reviews, "commits_of_rules", lambda: (before, *confirmed))
         return reviews.review(citing, trees, (before, after), later)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DATA, PATIENCE_S
-from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
+from plans import CONFIGS, SFT, build_command, from_text, load_stage, make_plan, trainer
 
 from launcher.paths import PACKAGE
 from launcher.plan import command, plan
@@ -49,8 +49,8 @@ def command_text(command: Command) -> str:
 def test_golden_argv(name: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # no folder of this machine is taken for a model of the config
     monkeypatch.chdir(tmp_path)
-    plan = planned(staged(CONFIGS / f"{name}.yaml"), gpus)
-    text = command_text(built(plan))
+    plan = make_plan(load_stage(CONFIGS / f"{name}.yaml"), gpus)
+    text = command_text(build_command(plan))
     golden = GOLDEN / f"{name.replace('/', '-')}-{gpus}gpu.txt"
     if os.environ.get("LAUNCH_GOLDEN") == "write":
         golden.parent.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ DEMO = CONFIGS / "demo" / "sft.yaml"
 
 
 def test_the_deepspeed_file_that_is_named_exists() -> None:
-    command = built(planned(staged(TULU), 8))
+    command = build_command(make_plan(load_stage(TULU), 8))
     assert Path(option(command, "--deepspeed_config_file")).is_file()
 
 
@@ -77,7 +77,7 @@ def test_the_deepspeed_file_that_is_named_exists() -> None:
 def test_trl_decides_on_precision_unless_the_file_does(
     overrides: list[str], precision: str
 ) -> None:
-    command = built(planned(staged(DEMO, overrides), 1))
+    command = build_command(make_plan(load_stage(DEMO, overrides), 1))
     assert option(command, "--mixed_precision") == precision
 
 
@@ -87,14 +87,14 @@ def test_trl_decides_on_precision_unless_the_file_does(
 )
 def test_one_process_sees_one_gpu(gpus: int, outer: str | None, inner: str | None) -> None:
     environ = {} if outer is None else {"CUDA_VISIBLE_DEVICES": outer}
-    command = built(planned(staged(TULU), gpus), environ)
+    command = build_command(make_plan(load_stage(TULU), gpus), environ)
     assert command.env.get("CUDA_VISIBLE_DEVICES") == inner
 
 
 @pytest.mark.parametrize("deepspeed", ["none", "zero2"])
 def test_several_nodes_leave_the_place_of_each_open(deepspeed: str) -> None:
-    stage = staged(TULU, [f"deepspeed={deepspeed}", "batch.per_device=8"])
-    command = built(planned(stage, 8, nodes=2))
+    stage = load_stage(TULU, [f"deepspeed={deepspeed}", "batch.per_device=8"])
+    command = build_command(make_plan(stage, 8, nodes=2))
     assert option(command, "--num_processes") == "16"
     assert option(command, "--machine_rank") == "NODE_RANK"
     assert option(command, "--main_process_ip") == "HEAD_ADDRESS"
@@ -105,10 +105,10 @@ def test_several_nodes_leave_the_place_of_each_open(deepspeed: str) -> None:
 
 def test_the_environment_has_what_is_needed_beside_the_users_own() -> None:
     environ = {"HOME": "/root", "PYTHONPATH": "/mine"}
-    command = built(planned(staged(TULU), 8), environ)
+    command = build_command(make_plan(load_stage(TULU), 8), environ)
     assert command.env["PYTHONPATH"] == "/source:/mine"
     assert "HOME" not in command.env
-    assert "PYTHONPATH" not in built(planned(staged(DEMO), 0)).env
+    assert "PYTHONPATH" not in build_command(make_plan(load_stage(DEMO), 0)).env
 
 
 NASTY = (
@@ -135,8 +135,8 @@ def test_the_pasted_line_is_the_command(
     python.write_text(STUB.format(python=sys.executable, out=str(output)))
     python.chmod(0o755)
     text = SFT.format(more=f"exp_name: {json.dumps(value, ensure_ascii=False)}")
-    command = built(
-        planned(from_text(folder, text), 2),
+    command = build_command(
+        make_plan(from_text(folder, text), 2),
         {"PYTHONPATH": f"/x/{value}"},
         python=python,
         folder=folder / "run",
@@ -162,7 +162,7 @@ def test_the_pasted_line_is_the_command(
     ],
 )
 def test_without_a_source_a_dry_run_names_its_place(file: Path, script: str) -> None:
-    stage = staged(file)
+    stage = load_stage(file)
     stage = replace(stage, upstream=replace(stage.upstream, root=None))
     python = replace(trainer(), path=(Path("/env/lib"), Path("/env/lib/site-packages")))
     plan_of_stage = plan.make(stage, gpus=0, output=Path("/run/model"))
@@ -180,7 +180,7 @@ def test_zero3_has_plain_linears_only_where_layers_are_computed_again(
     text = SFT.format(more=f"gradient_checkpointing: {str(checkpointing).lower()}")
     stage = from_text(tmp_path, text, f"deepspeed={name}")
 
-    file = Path(option(built(planned(stage, 2)), "--deepspeed_config_file"))
+    file = Path(option(build_command(make_plan(stage, 2)), "--deepspeed_config_file"))
 
     zero = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
     assert zero["stage"] == 3

@@ -19,10 +19,10 @@ from launcher.artifacts.lengths import MicroBatch
 from launcher.errors import InvalidConfig
 from launcher.plan.memory import activations
 from launcher.plan.memory import peak as memory
-from launcher.plan.memory.engines import cut
+from launcher.plan.memory.engines import cut_evenly
 from launcher.plan.memory.phases import GIB, KINDS, Memory, Phase
-from launcher.plan.memory.setup import Adapters, Quantised, Setup, Sharding, Zero, zero_of
-from launcher.stage.options import deepspeed_file
+from launcher.plan.memory.setup import Adapters, Quantised, Setup, Sharding, Zero, parse_zero
+from launcher.stage.options import find_deepspeed_file
 
 QWEN_7B = "Qwen/Qwen2.5-7B"
 QWEN_1B = "Qwen/Qwen2.5-1.5B"
@@ -45,7 +45,7 @@ def torch_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def zero_of_file(name: str, hidden: int) -> Zero:
     """The settings of a DeepSpeed file that ships."""
-    zero = zero_of(json.loads(deepspeed_file(name).read_text()), hidden)
+    zero = parse_zero(json.loads(find_deepspeed_file(name).read_text()), hidden)
     assert zero is not None
     return zero
 
@@ -111,7 +111,9 @@ class MeasuredRun:
         rows = lengths.parse(self.tokens)
         return Setup(
             shape=shape,
-            batch=lengths.largest(rows, rows=sequences, batches=batches, packed=self.packed),
+            batch=lengths.find_largest_batch(
+                rows, rows=sequences, batches=batches, packed=self.packed
+            ),
             processes=self.gpus,
             accumulation=self.accumulation,
             zero=self._zero(shape),
@@ -242,7 +244,7 @@ class Method:
     weight_bytes: int = 2
 
     def setup(self, model: str, rows: int) -> Setup:
-        shape = architecture.shape_of(POWER_CONFIG)
+        shape = architecture.parse_shape(POWER_CONFIG)
         if model != POWER:
             shape = architecture.find(model, {})
         adapters = Adapters(rank=16, targets=ATTENTION_LINEARS, bytes=4)
@@ -340,7 +342,7 @@ def test_the_peak_of_a_published_run_on_a_small_card(
     model: str, rows: int, width: int, mib: int
 ) -> None:
     """Their loop holds the outputs, and with them the logits in fp32, through the backward pass."""
-    shape = architecture.find(model, {}) if model else architecture.shape_of(TINY_LLAMA)
+    shape = architecture.find(model, {}) if model else architecture.parse_shape(TINY_LLAMA)
     setup = one_process(
         shape,
         padded(rows, width),
@@ -576,7 +578,7 @@ def test_what_compiled_layers_keep(share: float, tolerance: float, allocation: A
     traced = allocation.kept_by_compiled_layer("olmo2_1B_v2", length=256, share=share)
 
     # the log-sum-exps are fp32 on a CPU, too
-    assert activations.compiled_layer(setup, share) == pytest.approx(traced, rel=tolerance)
+    assert activations.compute_compiled_layer(setup, share) == pytest.approx(traced, rel=tolerance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -654,8 +656,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("number", range(len(ENGINES)))
 def test_peaks_are_those_of_deepspeed(number: int, engines: list[dict[str, Any]]) -> None:
     engine = engines[number]
-    shape = architecture.shape_of(engine["config"])
-    zero = zero_of(engine["deepspeed"], shape.hidden)
+    shape = architecture.parse_shape(engine["config"])
+    zero = parse_zero(engine["deepspeed"], shape.hidden)
 
     plan = memory.estimate(ENGINES[number].setup(shape, zero))
 
@@ -686,8 +688,8 @@ def test_more_rows_and_fewer_cards_never_take_less() -> None:
 
 def test_weights_are_cut_between_ranks() -> None:
     """Of 60, 30 and 30 the second of three ranks has a part of the first two weights."""
-    assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
-    assert cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
+    assert cut_evenly([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
+    assert cut_evenly([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
 
 
 def test_auto_is_what_accelerate_fills_in() -> None:
@@ -700,7 +702,7 @@ def test_a_deepspeed_file_is_read() -> None:
     offload = zero_of_file("zero3_offload", 100)
     assert offload.offload_optimizer and offload.offload_params
     assert zero_of_file("zero2_fp32_comm", 100).communication == 4
-    assert zero_of(None, 100) is None
+    assert parse_zero(None, 100) is None
 
 
 def refused_code(setup: Setup) -> str:
@@ -711,7 +713,7 @@ def refused_code(setup: Setup) -> str:
 
 @pytest.mark.parametrize("stage", [0, 4])
 def test_a_zero_stage_that_is_not_described_is_refused(stage: int) -> None:
-    zero = zero_of({"zero_optimization": {"stage": stage}}, 100)
+    zero = parse_zero({"zero_optimization": {"stage": stage}}, 100)
     assert refused_code(replace(PADDED_7B.setup(), zero=zero)) == "unknown-memory"
 
 
@@ -723,4 +725,4 @@ def test_quantised_weights_under_deepspeed_are_refused() -> None:
 @pytest.mark.parametrize("stage", ["three", True])
 def test_a_zero_stage_that_is_no_number_is_refused(stage: object) -> None:
     with pytest.raises(InvalidConfig):
-        zero_of({"zero_optimization": {"stage": stage}}, 100)
+        parse_zero({"zero_optimization": {"stage": stage}}, 100)

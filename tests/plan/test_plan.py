@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from plans import CONFIGS, SFT, TRL, from_text, planned, staged
+from plans import CONFIGS, SFT, TRL, from_text, load_stage, make_plan
 
 from launcher.errors import Finding, InvalidConfig
 from launcher.plan.plan import Plan
@@ -16,7 +16,7 @@ def sft(
 ) -> Plan:
     """The plan of open-instruct's SFT over so many rows, with these further arguments."""
     text = SFT.format(more=more).replace(BATCH, batch).replace('"64"', rows)
-    return planned(from_text(folder, text), gpus)
+    return make_plan(from_text(folder, text), gpus)
 
 
 def findings_with(plan: Plan, code: str) -> list[Finding]:
@@ -39,7 +39,7 @@ def test_the_global_batch_is_kept(tmp_path: Path, gpus: int, accumulation: int) 
 
 
 def test_several_nodes_share_the_batch(tmp_path: Path) -> None:
-    plan = planned(from_text(tmp_path, SFT.format(more="")), gpus=4, nodes=2)
+    plan = make_plan(from_text(tmp_path, SFT.format(more="")), gpus=4, nodes=2)
     assert plan.processes == 8
     assert batch_of(plan) == (2, 1, 16)
     (finding,) = findings_with(plan, "several-nodes")
@@ -62,7 +62,7 @@ def test_rows_a_device_alone_leave_the_accumulation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["batch.per_device=3", "batch.global=15"])
 def test_a_split_that_an_override_makes_impossible_names_it(tmp_path: Path, override: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        planned(from_text(tmp_path, SFT.format(more=""), override))
+        make_plan(from_text(tmp_path, SFT.format(more=""), override))
     assert caught.value.findings[0].override == override
 
 
@@ -141,7 +141,7 @@ def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
     data.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 3)
     mixer = f'["{data}", "0.5", other, "10"]'
     text = SFT.format(more="").replace('[set, "64"]', mixer)
-    assert planned(from_text(tmp_path, text), 1).rows == 11
+    assert make_plan(from_text(tmp_path, text), 1).rows == 11
 
 
 def test_logging_steps_are_set_to_1_and_reported(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def trl_plan(folder: Path, more: str) -> Plan:
     (data / "train.jsonl").write_text('{"text": "a"}\n' * 100)
     (data / "test.jsonl").write_text('{"text": "a"}\n' * 7)
     more += "\n  per_device_train_batch_size: 8"
-    return planned(from_text(folder, TRL.format(data=data, more=more)), 0)
+    return make_plan(from_text(folder, TRL.format(data=data, more=more)), 0)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> Non
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chats.jsonl").write_text('{"text": "a"}\n' * 32)
     text = TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8")
-    assert planned(from_text(tmp_path, text)).rows == 32
+    assert make_plan(from_text(tmp_path, text)).rows == 32
 
 
 def test_an_output_folder_of_the_file_is_exact(tmp_path: Path) -> None:
@@ -209,16 +209,16 @@ def test_an_output_folder_of_the_file_is_exact(tmp_path: Path) -> None:
 
 
 def test_deepspeed_is_left_out_on_the_cpu_with_a_note() -> None:
-    stage = staged(CONFIGS / "tulu" / "sft_qwen7b.yaml")
-    (note,) = findings_with(planned(stage, 0), "deepspeed-left-out")
+    stage = load_stage(CONFIGS / "tulu" / "sft_qwen7b.yaml")
+    (note,) = findings_with(make_plan(stage, 0), "deepspeed-left-out")
     assert (note.severity, note.layer, note.file) == ("note", "launch", str(stage.config.path))
     assert "zero2_fp32_comm" in note.message
-    assert findings_with(planned(stage, 8), "deepspeed-left-out") == []
+    assert findings_with(make_plan(stage, 8), "deepspeed-left-out") == []
 
 
 def dpo_without_a_group(deepspeed: str, gpus: int, nodes: int) -> list[Finding]:
-    stage = staged(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
-    return findings_with(planned(stage, gpus, nodes), "no-process-group")
+    stage = load_stage(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
+    return findings_with(make_plan(stage, gpus, nodes), "no-process-group")
 
 
 def test_dpo_alone_on_a_gpu_needs_deepspeed() -> None:
@@ -244,7 +244,7 @@ def with_warmup(tmp_path: Path, more: str) -> Plan:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 64)
     settings = [*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"]
     text = TRL.format(data=tmp_path, more="\n  ".join(settings))
-    return planned(from_text(tmp_path, text))
+    return make_plan(from_text(tmp_path, text))
 
 
 @pytest.mark.parametrize(

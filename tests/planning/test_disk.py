@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_parameters_are_counted_by_the_header_of_the_weights(model: Path) -> None:
-    assert disk.parameters_of(str(model), {}) == BILLION
+    assert disk.count_parameters(str(model), {}) == BILLION
 
 
 def test_parameters_of_sharded_weights_are_counted(tmp_path: Path, write: Write) -> None:
@@ -51,7 +51,7 @@ def test_parameters_of_sharded_weights_are_counted(tmp_path: Path, write: Write)
     write("config.json", "{}")
     write_weights(tmp_path / "model-1.safetensors", a=[10, 10])
     write_weights(tmp_path / "model-2.safetensors", b=[5], c=[])
-    assert disk.parameters_of(str(tmp_path), {}) == 106
+    assert disk.count_parameters(str(tmp_path), {}) == 106
 
 
 def test_parameters_are_counted_in_the_cache_of_the_hub(write: Write, tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_parameters_are_counted_in_the_cache_of_the_hub(write: Write, tmp_path: 
     write_weights(snapshot / "model.safetensors", a=[7])
     write("hub/models--org--name/refs/main", "abc\n")
     environ = {"HF_HOME": str(tmp_path)}
-    assert disk.parameters_of("org/name", environ) == 7
-    assert disk.parameters_of("org/name", environ, "other") is None
+    assert disk.count_parameters("org/name", environ) == 7
+    assert disk.count_parameters("org/name", environ, "other") is None
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_parameters_are_counted_in_the_cache_of_the_hub(write: Write, tmp_path: 
 )
 def test_a_config_without_a_shape_has_no_size(write: Write, tmp_path: Path, config: str) -> None:
     write("config.json", config)
-    assert disk.parameters_of(str(tmp_path), {}) is None
+    assert disk.count_parameters(str(tmp_path), {}) is None
 
 
 @pytest.mark.parametrize("name", [None, "", 3, "org/never-downloaded", "/no/such"])
 def test_a_model_that_is_not_here_has_no_size(name: object) -> None:
-    assert disk.parameters_of(name, {}) is None
+    assert disk.count_parameters(name, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_olmo_core_keeps_as_many_checkpoints_as_its_source_says(
     stage = from_text(tmp_path, text, f"keep_last_n_checkpoints={setting}")
     behaviours = {**stage.schema.behaviours, behaviour.LIMITS_CHECKPOINTS: limits}
     schema = replace(stage.schema, behaviours=behaviours)
-    plan = plans.planned(replace(stage, schema=schema), 1)
-    saved = disk.saved(plan, BILLION)
+    plan = plans.make_plan(replace(stage, schema=schema), 1)
+    saved = disk.estimate_saved(plan, BILLION)
     assert saved is not None
     assert saved.limit == kept
     assert ("none of which is deleted" in saved.formula) is (kept is None)
@@ -121,11 +121,11 @@ def plan_stage(
 ) -> Plan:
     """The plan of a stage that trains `model` with further lines below `args:`."""
     text = text.format(model=model, more=more, deepspeed=deepspeed)
-    return plans.planned(from_text(model.parent, text), gpus, nodes)
+    return plans.make_plan(from_text(model.parent, text), gpus, nodes)
 
 
 def measure(plan: Plan, output: Path | None = None) -> Needs:
-    needs = disk.needs(plan, output, {})
+    needs = disk.estimate_needs(plan, output, {})
     assert needs is not None
     return needs
 
@@ -202,7 +202,7 @@ def test_needs_that_are_not_known_are_not_made_up(model: Path, tmp_path: Path) -
     adapter = plan_stage(model, TRL, "use_peft: true", 1, "null")
     not_here = plan_stage(tmp_path / "never-downloaded", SFT, EVERY_50)
     for plan in (cache_alone, adapter, not_here):
-        assert disk.needs(plan, None, {}) is None
+        assert disk.estimate_needs(plan, None, {}) is None
     assert list(disk.check_space(None, tmp_path / "output", ())) == []
 
 
@@ -263,7 +263,7 @@ def test_a_file_system_that_is_nearly_full(small: Path) -> None:
     assert finding.code == "too-little-space"
     # full is not unwritable
     (small / "all").write_bytes(bytes(8 * 2**20))
-    assert disk.not_writable(small / "out") is None
+    assert disk.find_write_fault(small / "out") is None
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
     (finding,) = disk.check_writable([runs])
     assert describe(finding) == "error not-writable"
@@ -272,7 +272,7 @@ def test_a_file_system_that_is_nearly_full(small: Path) -> None:
 
 def places(plan: Plan | None = None, **environ: str) -> dict[str, str]:
     """The folders that are written, by what they hold."""
-    targets = disk.places(plan, Path("out"), Path("runs"), {"HOME": "/home/a", **environ})
+    targets = disk.list_places(plan, Path("out"), Path("runs"), {"HOME": "/home/a", **environ})
     return {target.what: str(target.path) for target in targets}
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import PATIENCE_S, REPOSITORY, Write
 from fake_smi import Smi
 from packaging.requirements import Requirement
-from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
+from plans import CONFIGS, SFT, TRL, from_text, load_stage, make_plan, trainer
 
 from launcher.cli.main import main
 from launcher.errors import Exit, Finding, NotReady, launch_finding
@@ -49,11 +49,11 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
 
 
 def plan_tulu(gpus: int = 2) -> Plan:
-    return planned(staged(TULU), gpus)
+    return make_plan(load_stage(TULU), gpus)
 
 
 def subject(plan: Plan, *packages: str) -> Subject:
-    return checks.of_plan(plan, trainer(*packages))
+    return checks.make_subject(plan, trainer(*packages))
 
 
 def packages_that_lack(findings: Sequence[Finding]) -> list[str]:
@@ -86,7 +86,7 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     text = SFT.format(more="").replace("[set,", f"[{tmp_path / 'rows.jsonl'},")
     stage = from_text(tmp_path, text)
     stage = replace(stage, upstream=replace(stage.upstream, root=None))
-    findings = refuse(planned(stage, 8), trainer("torch", version=(3, 9, 2)))
+    findings = refuse(make_plan(stage, 8), trainer("torch", version=(3, 9, 2)))
     assert list(dict.fromkeys(finding.code for finding in findings)) == [
         "no-checkout",
         "old-python",
@@ -122,9 +122,9 @@ def test_arguments_need_packages_of_their_own(
     tmp_path: Path, more: str, lacking: list[str]
 ) -> None:
     needs = BACKENDS["trl"].NEEDS
-    plain = planned(from_text(tmp_path, TRL.format(data="some/set", more="seed: 1")))
+    plain = make_plan(from_text(tmp_path, TRL.format(data="some/set", more="seed: 1")))
     assert list(checks.check_packages(subject(plain, *needs))) == []
-    plan = planned(from_text(tmp_path, TRL.format(data="some/set", more=more)))
+    plan = make_plan(from_text(tmp_path, TRL.format(data="some/set", more=more)))
     assert packages_that_lack(list(checks.check_packages(subject(plan, *needs)))) == lacking
 
 
@@ -161,10 +161,10 @@ def test_torch_against_the_driver(
 
 def test_little_shared_memory_is_warned_of_on_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_SHM", 2**60)
-    (finding,) = checks.shared_memory(2)
+    (finding,) = checks.check_shared_memory(2)
     assert finding.severity == "warning"
     assert finding.code == "small-shm"
-    assert list(checks.shared_memory(1)) == []
+    assert list(checks.check_shared_memory(1)) == []
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +218,8 @@ def test_a_checkout_that_is_not_the_pin(bare: Trainer, write: Write) -> None:
 
 def test_the_second_dpo_script_has_packages_of_its_own(bare: Trainer) -> None:
     """Upstream's dpo.py imports what GRPO needs; launch's extras do not name that."""
-    plan = planned(staged(CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml"), 0)
-    report = checks.examine(checks.of_plan(plan, bare), Devices(), importing=False)
+    plan = make_plan(load_stage(CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml"), 0)
+    report = checks.examine(checks.make_subject(plan, bare), Devices(), importing=False)
     lacking = packages_that_lack(report.findings)
     assert lacking[-4:] == ["vllm", "backoff", "docker", "openenv-core"]
     # it wants an older numpy than the tested one, and must not take another torch along
@@ -270,7 +270,7 @@ def test_facts_of_gpus(smi: Smi) -> None:
     assert report.exit_code is Exit.OK
     assert "\n".join(report.lines()).count("NVIDIA H200") == 2
     assert report.lines()[-1] == "ready"
-    assert install.tested()["flash-attn"] in report.install[-1].argv
+    assert install.read_tested()["flash-attn"] in report.install[-1].argv
 
 
 def test_a_package_is_there_with_its_metadata_or_its_module(write: Write, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_package_is_there_with_its_metadata_or_its_module(write: Write, tmp_pa
     (tmp_path / "wandb").mkdir()
     trainer = replace(WITH_PIP, path=(tmp_path,), packages={"ai2-olmo-core": "1"})
     names = ("ai2-olmo-core", "here", "absl-py", "wandb", "pillow")
-    assert install.missing(names, trainer) == ("wandb", "pillow")
+    assert install.find_missing(names, trainer) == ("wandb", "pillow")
 
 
 def try_imports(
@@ -386,20 +386,20 @@ def test_every_package_of_an_extra_is_installed(extra: str) -> None:
     extras = project["optional-dependencies"]
     asked = {Requirement(text).name for text in (*extras[extra], *extras["gpu"])}
     names: list[str] = []
-    for step in install.steps(WITH_PIP, extra, gpus=True):
+    for step in install.list_steps(WITH_PIP, extra, gpus=True):
         names += names_of(step)
     assert asked <= set(names)
-    assert install.extras()["gpu"] == extras["gpu"]
+    assert install.read_extras()["gpu"] == extras["gpu"]
 
 
 def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
-    first, second = install.steps(WITH_PIP, "open-instruct", gpus=True)
+    first, second = install.list_steps(WITH_PIP, "open-instruct", gpus=True)
     assert {"torch", "setuptools", "wheel", "ninja", "hjson"} <= set(names_of(first))
     assert "deepspeed" not in names_of(first)
     assert names_of(second) == ["deepspeed", "flash-attn"]
     assert second.env == {"DS_BUILD_OPS": "0"}
     assert "--no-build-isolation" in second.argv
-    on_the_cpu = install.steps(WITH_PIP, "open-instruct", gpus=False)
+    on_the_cpu = install.list_steps(WITH_PIP, "open-instruct", gpus=False)
     assert names_of(on_the_cpu[-1]) == ["deepspeed"]
     # the build finds no torch where none is there
     assert "torch" in names_of(install.install(WITH_PIP, ["flash-attn"])[0])
@@ -493,7 +493,7 @@ def test_each_trainer_is_examined_where_none_is_named(
         room = Fact("temporary files", "/tmp, 1 GiB free")
         return Report(findings=tuple(findings), facts=(source, room), install=())
 
-    monkeypatch.setattr(readiness, "of_backend", examine_backend)
+    monkeypatch.setattr(readiness, "examine_backend", examine_backend)
     assert main(["doctor", "--format", "json"]) == Exit.OK
     answer = json.loads(capsys.readouterr().out)
     assert answer["data"]["trainers"]["open_instruct"]["ready"] is False

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from conftest import Write
-from plans import TRL, settled
+from plans import TRL, check_plan
 
 from launcher.config import load
-from launcher.errors import InvalidConfig, about, errors, launch_finding
+from launcher.errors import InvalidConfig, launch_finding, select_errors, set_subject
 from launcher.planning import collect
 from launcher.planning.collect import Scope
 from launcher.planning.request import Request
@@ -70,16 +70,16 @@ def test_other_settings_of_facts_need_no_file(write: Write) -> None:
 
 def test_strict_leaves_warnings_about_the_machine_alone() -> None:
     warning = launch_finding("warning", "little-space", "nearly full")
-    assert errors([warning], strict=True) == (warning,)
-    assert errors(about("machine", [warning]), strict=True) == ()
-    (error,) = about("machine", [launch_finding("error", "too-little-space", "full")])
-    assert errors([error]) == (error,)
+    assert select_errors([warning], strict=True) == (warning,)
+    assert select_errors(set_subject("machine", [warning]), strict=True) == ()
+    (error,) = set_subject("machine", [launch_finding("error", "too-little-space", "full")])
+    assert select_errors([error]) == (error,)
 
 
 def test_the_batch_and_the_rules_are_judged_at_once(tmp_path: Path) -> None:
     text = TRL.format(data="some/set", more="optim: galore_adamw")
     text += "batch: {global: 6, per_device: 2}\n"
     with pytest.raises(InvalidConfig) as refused:
-        settled(tmp_path, text, gpus=2)
+        check_plan(tmp_path, text, gpus=2)
     codes = {finding.code for finding in refused.value.findings}
     assert {"impossible-batch", "optim-targets"} <= codes

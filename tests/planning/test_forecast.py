@@ -615,7 +615,7 @@ def card(index: int) -> Slot:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
     """A start on two cards of 80 GB, with rows of a known length; nothing is started."""
     lengths = replace(parse("302:1104"), rows=235_000)
-    monkeypatch.setattr(forecast, "row_lengths", lambda *_: lengths)
+    monkeypatch.setattr(forecast, "find_row_lengths", lambda *_: lengths)
     request = Request(stage="sft", config=TULU_FILE, gpus=2)
     prepared = prepare.prepare_start(request, Scope.PLAN)
     devices = Devices(slots=(card(0), card(1)))
@@ -623,21 +623,21 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
 
 
 def test_a_start_that_does_not_fit_is_warned_of_once(prepared: Prepared) -> None:
-    forecasted = forecast.with_forecast(prepared)
+    forecasted = forecast.add_forecast(prepared)
     row = forecasted.forecast
     assert row is not None
     assert row.memory_gib is not None
     assert row.memory_gib["peak"] == pytest.approx(85.2, rel=0.05)
     assert row.fits is False
     assert "out-of-memory" in [finding.code for finding in forecasted.warnings]
-    assert forecast.with_forecast(forecasted).warnings == forecasted.warnings
+    assert forecast.add_forecast(forecasted).warnings == forecasted.warnings
 
 
 def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: Path) -> None:
-    record = forecast.with_forecast(prepared).for_record()
+    record = forecast.add_forecast(prepared).for_record()
     assert record["plan"]["per_device"] == prepared.plan.per_device
     files.write_json(tmp_path / "run.json", {"stage": "sft", **record})
-    figures = series.planned_figures(series.load_run(tmp_path))
+    figures = series.list_planned_figures(series.load_run(tmp_path))
     assert figures["peak_gib"] == pytest.approx(85.2, rel=0.05)
     assert figures["tokens_per_step"] == pytest.approx(128 * 302, rel=0.02)
     assert figures["hours"] is not None
@@ -647,7 +647,7 @@ def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: 
 def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "20260101T000000Z-sft-x")
     folder.path.mkdir(parents=True)
-    record = forecast.with_forecast(prepared).for_record()
+    record = forecast.add_forecast(prepared).for_record()
     files.write_json(folder.manifest, {"stage": "sft", "backend": "open_instruct", **record})
     folder.console(1).write_text(OOM)
     point = conclude.finish(folder).point("memory")

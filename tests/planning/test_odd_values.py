@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_world import World, made, needs_trl
+from fake_world import World, needs_trl, open_world
 
 from launcher.cli import main
 
@@ -13,7 +13,7 @@ pytestmark = needs_trl
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         monkeypatch.chdir(world.root)
         monkeypatch.setenv("LAUNCH_RUNS", world.environ["LAUNCH_RUNS"])
         yield world

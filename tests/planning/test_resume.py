@@ -13,7 +13,7 @@ import pytest
 import saved
 from answers import Answer, Ask
 from answers import ask as ask  # a fixture
-from plans import built
+from plans import build_command
 from repeated import DPO, OLMO_CORE, SFT, TRL, Make, Run, codes, rows_of
 from repeated import run as run  # a fixture
 
@@ -113,7 +113,7 @@ def test_trl_gets_the_checkpoint_as_an_argument(run: Make) -> None:
     decision = trl.decide()
     assert decision.kind == "resume"
     assert list(decision.derived) == ["resume_from_checkpoint"]
-    arguments = plan.completed(trl.plan(), decision.derived).arguments()
+    arguments = plan.complete_plan(trl.plan(), decision.derived).arguments()
     assert arguments["resume_from_checkpoint"] == [str(trl.output / "checkpoint-2")]
 
 
@@ -484,7 +484,7 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
             folder=dpo.folder if is_known else None,
             trainer=dpo.trainer,
             caches=derive_caches(*overrides),
-            now=inputs.of_plan(planned),
+            now=inputs.record_inputs(planned),
         )
         return judge.decide()
 
@@ -529,12 +529,12 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     beside = sft.place / "out-3"
     placed = choose(fresh=True)
     assert placed.output == beside
-    planned = plan.completed(sft.plan(), placed.derived)
+    planned = plan.complete_plan(sft.plan(), placed.derived)
     assert planned.arguments()["output_dir"] == [str(beside)]
     assert (sft.output / "step_2").is_dir()
 
-    now = rundir.utc_now()
-    record = manifest.build_manifest(1, now, planned, built(planned), sft.trainer, beside)
+    now = rundir.format_utc_now()
+    record = manifest.build_manifest(1, now, planned, build_command(planned), sft.trainer, beside)
     content = replace(record, asked_output=str(sft.output)).as_json()
     # the output folder tells of it without the run folder
     lease.keep_manifest(lease.acquire(beside, sft.folder.path), content)
@@ -647,8 +647,8 @@ def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     made_runs.write_run(path, attempt=2, first=38, steps=40)
     whole = read_whole_run(path)
     # what the first attempt did from step 38 on is not in the weights
-    assert metrics.earlier_values(whole, "loss") == first[:37]
-    assert len(metrics.losses_of_run(whole)) == 40
+    assert metrics.list_earlier_values(whole, "loss") == first[:37]
+    assert len(metrics.list_losses_of_run(whole)) == 40
     assert metrics.compute_metrics(whole)["first_loss"] == first[0]
     verdict = check.judge_evidence("sft", {"trend": "any"}, whole)
     (trend,) = [point for point in verdict.points if point.name == "trend"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S
-from fake_world import until
+from fake_world import wait_until
 from probed_scripts import PROBE, Training
 from probed_scripts import training as training  # a fixture
 from real_training import CONFIGS, launch, needs_open_instruct, needs_packages, states
@@ -190,7 +190,7 @@ print(child.pid, flush=True)
 def test_data_workers_do_not_outlive_it(training: Training) -> None:
     done = training.run(START_WORKER + script(loss="float('nan')"), on_violation="stop")
     assert done.returncode == VIOLATION
-    until(lambda: not is_alive(int(done.stdout)))
+    wait_until(lambda: not is_alive(int(done.stdout)))
 
 
 def is_alive(pid: int) -> bool:

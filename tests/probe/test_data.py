@@ -12,7 +12,7 @@ from recorded_events import Event, read_events
 
 from launcher.probe.watching.data import Data, is_repeated
 from launcher.probe.watching.packing import UNLABELLED
-from launcher.probe.watching.packing import batch_of as token_batch
+from launcher.probe.watching.packing import read_batch as token_batch
 from launcher.probe.watching.process import Process, Settings
 from launcher.probe.watching.steps import Tally
 

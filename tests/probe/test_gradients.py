@@ -14,7 +14,7 @@ from conftest import PATIENCE_S, REPOSITORY, SUPPORT
 from gradient_case import FAULTY_STEP, Case
 
 from launcher.cli.main import main
-from launcher.probe.watching.gradients import ElementSample, tolerance
+from launcher.probe.watching.gradients import ElementSample, compute_tolerance
 from launcher.rules.deepspeed import fault
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import judge as judgement
@@ -24,8 +24,8 @@ from launcher.workflows.bench.comparison import (
     CurveStep,
     Sample,
     VariantSummary,
-    baseline_fault,
     compare,
+    find_baseline_fault,
 )
 
 VIOLATION = 79
@@ -217,12 +217,12 @@ def test_the_tolerance_lies_between_rounding_and_a_lost_micro_batch(
 ) -> None:
     """Of n independent micro-batches over all processes one is 1 / sqrt(n) of the sum."""
     bf16 = 2**-8
-    allowed = tolerance(bf16, world + accumulated + 2)
+    allowed = compute_tolerance(bf16, world + accumulated + 2)
     assert bf16 < allowed < (world * accumulated) ** -0.5
 
 
 def test_the_tolerance_has_a_least_value() -> None:
-    assert tolerance(2**-24, 100) == 1e-4
+    assert compute_tolerance(2**-24, 100) == 1e-4
 
 
 def overlapping(stage: int, wire: str = "") -> dict[str, Any]:
@@ -422,9 +422,9 @@ def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     assert second.standing == "unknown"
     assert "nothing is compared" in second.why
 
-    (finding,) = baseline_fault([bad, good])
+    (finding,) = find_baseline_fault([bad, good])
     assert (finding.severity, finding.code) == ("error", "corrupt-baseline")
-    assert baseline_fault([BASE]) == ()
+    assert find_baseline_fault([BASE]) == ()
 
 
 def test_gradients_that_nobody_compared_prove_no_speed() -> None:

@@ -124,7 +124,7 @@ def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
     )
     trackio = {"LAUNCH_TRACKIO_RUN": "brave panda"}
     wandb = {"WANDB_RUN_ID": "second", "WANDB_RESUME": "allow"}
-    assert trackers.tracker_variables(runs, {}) == {**wandb, **trackio}
+    assert trackers.list_tracker_variables(runs, {}) == {**wandb, **trackio}
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_the_users_environment_takes_precedence(
     tmp_path: Path, environ: dict[str, str], variables: dict[str, str]
 ) -> None:
     runs = recorded_trackers(tmp_path, {"tracker": "wandb", "id": "second"})
-    assert trackers.tracker_variables(runs, environ) == variables
+    assert trackers.list_tracker_variables(runs, environ) == variables

@@ -27,7 +27,7 @@ def write_manifest(folder: RunFolder, **changes: object) -> None:
     content = {
         "stage": "sft",
         "plan": {"gpus": 2, "nodes": 1, "steps": 10},
-        "created": rundir.utc_now(),
+        "created": rundir.format_utc_now(),
         "output": "/models/demo",
         **changes,
     }

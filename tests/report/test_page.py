@@ -422,7 +422,7 @@ def test_the_json_form_has_the_same_content(run: Run) -> None:
 
 def test_the_page_of_a_judged_run_is_written(folder: RunFolder) -> None:
     verdict = conclude.finish(folder)
-    assert page.default_path(load(folder.path)) == folder.report
+    assert page.choose_path(load(folder.path)) == folder.report
     (run,) = Page(folder.report.read_text()).curves["runs"]
     assert run["steps"] == ALL_STEPS
 

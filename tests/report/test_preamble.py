@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from plans import CONFIGS, planned, staged
+from plans import CONFIGS, load_stage, make_plan
 
 from launcher.errors import launch_finding
 from launcher.report import console
@@ -18,7 +18,7 @@ LOG = Path("/srv/runs/20260101T000000Z-sft-qwen/console.log")
 def test_a_start_says_each_thing_once_in_a_few_lines(
     config: str, gpus: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = planned(staged(CONFIGS / config), gpus)
+    plan = make_plan(load_stage(CONFIGS / config), gpus)
     console.print_plan(plan, LOG)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 8

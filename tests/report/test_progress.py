@@ -10,7 +10,7 @@ from rich.console import Console, Group
 
 from launcher import redaction
 from launcher.report import live
-from launcher.report.live import View, panel, sparkline
+from launcher.report.live import View, render_panel, render_sparkline
 from launcher.report.progress import Progress, Tail
 
 Capture = pytest.CaptureFixture[str]
@@ -207,11 +207,11 @@ def test_without_rows_a_step_there_is_no_epoch() -> None:
 
 
 def test_a_curve_spans_all_values() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([1.0]) == ""
-    assert sparkline([3.0, 2.0, 1.0]) in ("█▅▁", "█▄▁")
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert len(sparkline([float(number) for number in range(1000)])) == 20
+    assert render_sparkline([]) == ""
+    assert render_sparkline([1.0]) == ""
+    assert render_sparkline([3.0, 2.0, 1.0]) in ("█▅▁", "█▄▁")
+    assert render_sparkline([1.0, 1.0]) == "▁▁"
+    assert len(render_sparkline([float(number) for number in range(1000)])) == 20
 
 
 # Views
@@ -289,10 +289,10 @@ def test_of_a_run_that_has_ended_the_panel_shows_no_time_left(
 
 def panel_lines(columns: int, progress: Progress, tracker: str | None = None) -> list[str]:
     """The panel as a terminal of so many columns shows it."""
-    redactor = redaction.of_process()
+    redactor = redaction.find_process_secrets()
     console = Console(width=columns, force_terminal=True, color_system=None, _environ={})
     with console.capture() as captured:
-        console.print(Group(*panel("sft demo", progress, console, tracker, redactor)))
+        console.print(Group(*render_panel("sft demo", progress, console, tracker, redactor)))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= columns
     return lines

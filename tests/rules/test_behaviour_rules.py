@@ -192,8 +192,8 @@ CASES = {
 def baseline(script: str) -> Schema:
     """A script at the commit that rules were written for."""
     backend = BACKENDS["open_instruct"]
-    known = locate.known_facts("open_instruct", backend.BASELINE)
-    return facts.schema_of(known, backend, script, "snapshot", backend.BASELINE)
+    known = locate.load_known_facts("open_instruct", backend.BASELINE)
+    return facts.build_schema(known, backend, script, "snapshot", backend.BASELINE)
 
 
 def with_fields(schema: Schema, args: Mapping[str, Any]) -> Schema:
@@ -380,7 +380,7 @@ def test_where_nothing_tells_a_new_rule_is_silent_and_an_old_one_speaks() -> Non
 
 def test_every_premise_is_a_behaviour_that_launch_knows_of_that_script() -> None:
     for key, entry in BACKENDS["open_instruct"].STAGES.items():
-        names = {each.name for each in behaviour.of_script(entry.behaves_as or key)}
+        names = {each.name for each in behaviour.list_behaviours(entry.behaves_as or key)}
         for rule in (
             *registry.of_script("open_instruct", key),
             *registry.of_stage("open_instruct", key),

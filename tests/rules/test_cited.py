@@ -65,7 +65,7 @@ CALL = f"{DATA}::load[one.load()]"
     ],
 )
 def test_citations_of_a_text(text: str, cited: list[str]) -> None:
-    assert list(citations.citations(text)) == cited
+    assert list(citations.find_citations(text)) == cited
     for name in cited:
         assert str(citations.parse(name)) == name
 
@@ -94,7 +94,7 @@ GUARDED_CALL = "    if one.limit > LIMIT:\n        return one.load()"
 def test_a_line_is_as_it_was_where_its_function_is(
     tmp_path: Path, line: str, replacement: str, lost: set[str], differing: set[str]
 ) -> None:
-    table = citations.table(write_package(tmp_path / "pin", OLD), [*PLACES, "torch/a.py::f"])
+    table = citations.build_table(write_package(tmp_path / "pin", OLD), [*PLACES, "torch/a.py::f"])
     assert set(table) == PLACES
     other = write_package(tmp_path / "other", OLD.replace(line, replacement))
     source = citations.SourceFiles(other)
@@ -124,8 +124,8 @@ def rule_about(
 
 def test_a_rule_counts_in_full_once_it_is_confirmed(tmp_path: Path) -> None:
     guarded = OLD.replace("    return one.load()", GUARDED_CALL)
-    old = citations.table(write_package(tmp_path / "old", OLD), [CALL])
-    new = citations.table(write_package(tmp_path / "new", guarded), [CALL])
+    old = citations.build_table(write_package(tmp_path / "old", OLD), [CALL])
+    new = citations.build_table(write_package(tmp_path / "new", guarded), [CALL])
     commits = {"open_instruct aaa111": old, "open_instruct bbb222": new}
     at_old = citations.RuleStanding("aaaaaaaaaaaa", commits, old.get)
     at_new = citations.RuleStanding("aaaaaaaaaaaa", commits, new.get)
@@ -163,10 +163,10 @@ def test_a_finding_says_what_its_rule_was_written_for(
 def test_numbers_are_rendered() -> None:
     lines = {CALL: 12}
     text = f"`data.py::load[one.load()]` and ({CALL}), data.py::gone"
-    rendered = citations.rendered(text, lines.get)
+    rendered = citations.render_citations(text, lines.get)
     assert rendered == "`data.py:12` and (open_instruct/data.py:12), data.py"
 
-    rendered = citations.rendered("finetune.py::main[snapshot_download] asks")
+    rendered = citations.render_citations("finetune.py::main[snapshot_download] asks")
     assert re.fullmatch(r"finetune\.py:\d+ asks", rendered)
 
 

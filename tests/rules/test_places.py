@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_world import World, made, needs_trl
+from fake_world import World, needs_trl, open_world
 
 from launcher.config import load
 from launcher.errors import Finding
@@ -19,7 +19,7 @@ pytestmark = needs_trl
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """The working folder lies in the home folder."""
-    with made(tmp_path / "home" / "work") as world:
+    with open_world(tmp_path / "home" / "work") as world:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         monkeypatch.setenv("LAUNCH_RUNS", str(world.root / "runs"))
         monkeypatch.chdir(world.root)

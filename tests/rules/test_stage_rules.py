@@ -27,7 +27,7 @@ from launcher.errors import Finding
 from launcher.rules import model as model_rules
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine, Split
-from launcher.stage.options import deepspeed_file
+from launcher.stage.options import find_deepspeed_file
 from launcher.upstream import citations
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import BACKENDS
@@ -37,7 +37,7 @@ OPEN_INSTRUCT = ("sft", "dpo")
 
 def read_shipped(name: str) -> dict[str, Any]:
     """A DeepSpeed file that ships with launch."""
-    return json.loads(deepspeed_file(name).read_text(encoding="utf-8"))
+    return json.loads(find_deepspeed_file(name).read_text(encoding="utf-8"))
 
 
 ZERO2 = read_shipped("zero2")
@@ -571,7 +571,7 @@ def test_every_rule_says_where_upstream_says_so(backend: str, stage: str) -> Non
     for rule in (*registry.of_stage(backend, stage), *registry.of_script(backend, stage)):
         texts = (rule.__doc__ or "", *getattr(rule, "cites", ()))
         is_measured = "Measured" in " ".join(texts)
-        assert citations.of_rule(rule) or is_measured, rule.__name__
+        assert citations.list_of_rule(rule) or is_measured, rule.__name__
 
 
 def apply_every_rule(values: Values, gpus: int | None, output: Path) -> None:

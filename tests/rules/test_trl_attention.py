@@ -10,7 +10,7 @@ from rule_findings import THIS_MACHINE, summarise_run, values_of
 
 from launcher.config import load
 from launcher.config.keys import EXPECT
-from launcher.errors import Finding, InvalidConfig, errors
+from launcher.errors import Finding, InvalidConfig, select_errors
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
 from launcher.rules.context import Context
@@ -138,7 +138,7 @@ def test_attention_that_is_not_installed(
 def test_the_run_gets_what_was_chosen_and_is_held_to_it(write: Write) -> None:
     run = plan_run(write, prefer("flash_attention_2", "sdpa"), packages=FLASH)
     assert run.arguments()["attn_implementation"] == ["flash_attention_2"]
-    assert command.expectations(run)["attention"] == "flash_attention_2"
+    assert command.list_expectations(run)["attention"] == "flash_attention_2"
     assert "attention-fallback" not in codes(run.findings)
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_falls_back_says_so(write: Write) -> None:
     assert run.attention == "sdpa"
     assert run.values["attn_implementation"] == "sdpa"
     assert run.arguments()["attn_implementation"] == ["sdpa"]
-    assert command.expectations(run)["attention"] == "sdpa"
+    assert command.list_expectations(run)["attention"] == "sdpa"
     (finding,) = [finding for finding in run.findings if finding.code == "attention-fallback"]
     assert finding.severity == "note"
     assert finding.key == "attention"
@@ -159,25 +159,25 @@ def test_without_a_preference_nothing_is_chosen_nor_expected(write: Write) -> No
     run = plan_run(write, FILE, packages={})
     assert run.attention is None
     assert "attn_implementation" not in run.arguments()
-    assert "attention" not in command.expectations(run)
+    assert "attention" not in command.list_expectations(run)
 
 
 def test_the_expectation_of_the_file_comes_first(write: Write) -> None:
     text = prefer("flash_attention_2", "sdpa") + "expect: {attention: any}\n"
-    assert command.expectations(plan_run(write, text))["attention"] == "any"
+    assert command.list_expectations(plan_run(write, text))["attention"] == "any"
 
 
 def test_a_kernel_of_the_hub_is_handed_over_and_not_expected(write: Write) -> None:
     name = "kernels-community/flash-attn2"
     run = plan_run(write, prefer(name), packages={"kernels": "1"})
     assert run.arguments()["attn_implementation"] == [name]
-    assert "attention" not in command.expectations(run)
+    assert "attention" not in command.list_expectations(run)
     assert name not in EXPECT["attention"]
 
 
 def test_a_single_one_has_nothing_to_fall_back_to(write: Write) -> None:
     text = FILE + "attention: flash_attention_2\n"
-    (error,) = errors(plan_run(write, text, packages={}).findings)
+    (error,) = select_errors(plan_run(write, text, packages={}).findings)
     assert error.code == "attention-missing"
     assert "sdpa" in str(error.help)
     assert plan_run(write, text, packages=FLASH).attention == "flash_attention_2"
@@ -202,7 +202,7 @@ def test_an_override_replaces_the_list(write: Write) -> None:
 def test_a_schema_without_the_field_chooses_nothing(write: Write) -> None:
     options = judge_file(write, prefer("sdpa")).options
     assert options is not None
-    assert stage.preferred_attention(options, values_of("sft", {})) is None
+    assert stage.choose_attention(options, values_of("sft", {})) is None
 
 
 @pytest.mark.parametrize(

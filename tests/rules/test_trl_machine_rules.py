@@ -19,7 +19,7 @@ from launcher.config.keys import DEEPSPEED
 from launcher.machine.python import find_trainer
 from launcher.rules import deepspeed
 from launcher.rules.context import Context, Split
-from launcher.stage.options import deepspeed_file
+from launcher.stage.options import find_deepspeed_file
 from launcher.upstream.schema import Values
 
 SCRIPTS = ("trl-sft", "trl-dpo")
@@ -30,7 +30,7 @@ AUTO = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
 }
-SHIPPED = {name: json.loads(deepspeed_file(name).read_text("utf-8")) for name in DEEPSPEED}
+SHIPPED = {name: json.loads(find_deepspeed_file(name).read_text("utf-8")) for name in DEEPSPEED}
 ON_CPU = {"gpus": 0, "machine": THIS_MACHINE, "split": Split(processes=1, devices=1)}
 
 

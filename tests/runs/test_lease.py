@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import saved
 from conftest import PATIENCE_S
-from fake_world import LAUNCH, World, looks_on, made, needs_trl, until
+from fake_world import LAUNCH, World, needs_trl, open_world, wait_until, wait_until_shown
 
 from launcher.cli import main
 from launcher.errors import NotReady
@@ -39,7 +39,7 @@ ACQUIRE = Path(__file__).with_name("acquire_lease.py")
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.enter(monkeypatch)
         yield world
 
@@ -113,7 +113,7 @@ def state_here(capsys: Capture) -> str:
 
 
 def newest_lease(output: Path) -> Lease:
-    newest = lease.newest_lease(output)
+    newest = lease.find_newest_lease(output)
     assert newest is not None
     return newest
 
@@ -243,9 +243,9 @@ def test_a_heartbeat_is_cheap_and_survives_a_tidied_folder(
 
     with lease.heartbeat(held, lambda _: None) as end:
         first_beat = held.path.stat().st_mtime_ns
-        until(lambda: held.path.stat().st_mtime_ns > first_beat)
+        wait_until(lambda: held.path.stat().st_mtime_ns > first_beat)
         (tmp_path / ".cache").rename(tmp_path / "tidied")
-        until(lambda: lease.read_manifests(tmp_path) == [{"stage": "sft"}])
+        wait_until(lambda: lease.read_manifests(tmp_path) == [{"stage": "sft"}])
         begun = time.thread_time()
         end("finished", 0)
         assert time.thread_time() - begun < 0.1
@@ -322,7 +322,7 @@ def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_supervisor(
 
     watchdog.Watchdog(rank, lambda: None).start()  # type: ignore[arg-type]
 
-    until(lambda: held.path.stat().st_mtime > 0)
+    wait_until(lambda: held.path.stat().st_mtime > 0)
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_a_run_of_another_namespace_is_seen_running_and_can_be_stopped(
     assert state_in(answer) == "running"
 
     viewer = start_inside(container, world, "attach", "a run")
-    looks_on(viewer)
+    wait_until_shown(viewer)
     code, _ = run_inside(container, world, "stop", "a run")
 
     assert code == 0
@@ -385,7 +385,7 @@ def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
     )
     pod = start_inside(container, world, "exec", str(folder.path))
     world.pid("leader")
-    until(folder.process.exists)
+    wait_until(folder.process.exists)
     kill_namespace(pod)
 
     set_last_beat(newest_lease(output), 0)

@@ -48,7 +48,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(name: str = OVER, *, ended: bool = True, **changes: Any) -> RunFolder:
-    path = rundir.runs_root() / name
+    path = rundir.find_runs_root() / name
     changes = {"cwd": str(Path.cwd()), "output": str(path / "model"), **changes}
     manifest = made_runs.manifest(**changes)
     return RunFolder(made_runs.write_run(path, record=manifest, ended=ended))
@@ -328,7 +328,7 @@ def record_process(run: RunFolder, pid: int, /, **changes: object) -> None:
         **process.identify(pid).as_json(),
         "mark": str(run.path),
         "attempt": 1,
-        "started": rundir.utc_now(),
+        "started": rundir.format_utc_now(),
         **changes,
     }
     run.process.unlink(missing_ok=True)
@@ -436,16 +436,16 @@ def test_a_run_that_was_moved_is_stopped(live: Sleeper) -> None:
 def test_what_is_no_number_is_no_job(job: object) -> None:
     folder = make_run()
     files.write_json(folder.job, {"job": job})
-    assert slurm.job_of(folder) is None
+    assert slurm.find_job(folder) is None
 
 
 def test_a_job_is_that_of_the_run_itself() -> None:
     folder = make_run()
     files.write_json(folder.job, {"job": "12", "run": str(make_run(HEALTHY).path)})
-    assert slurm.job_of(folder) is None
+    assert slurm.find_job(folder) is None
 
     files.write_json(folder.job, {"job": "12", "run": str(folder.path)})
-    assert slurm.job_of(folder) == "12"
+    assert slurm.find_job(folder) == "12"
 
     folder.job.chmod(0o666)
     with pytest.raises(NotReady, match="can be written by others"):
@@ -463,7 +463,7 @@ def test_runs_and_check_agree_if_only_the_probe_recorded_the_end(
     log: str, state: str, finish: str, capsys: Capture
 ) -> None:
     """The folder became read-only; the probe had its file open."""
-    path = made_runs.write_run(rundir.runs_root() / OVER, steps=20, ended=False, extra=log)
+    path = made_runs.write_run(rundir.find_runs_root() / OVER, steps=20, ended=False, extra=log)
     record = path / "probe" / "rank-0.jsonl"
     lines = record.read_text().splitlines()[:-1]
     record.write_text("\n".join([*lines, '{"event": "end", "exit": 1}', ""]))
@@ -557,14 +557,14 @@ def test_a_stray_lease_hides_no_run_that_trains(tmp_path: Path) -> None:
 def test_no_record_makes_check_write_elsewhere(tmp_path: Path) -> None:
     elsewhere = made_runs.write_run(tmp_path / "elsewhere" / "a run")
     content = sorted(elsewhere.rglob("*"))
-    bench = rundir.runs_root() / "20260101T000000Z-bench-x"
+    bench = rundir.find_runs_root() / "20260101T000000Z-bench-x"
     trial = made_runs.write_run(bench / "20260101T000001Z-dpo-trial")
     samples = [{"run": str(elsewhere)}, {"run": str(trial)}, {"run": 7}]
     files.write_json(bench / "bench.json", {"samples": samples})
 
     launch("check", str(bench))
 
-    assert [run.path for run in rundir.campaign_runs(bench)] == [trial]
+    assert [run.path for run in rundir.list_campaign_runs(bench)] == [trial]
     assert sorted(elsewhere.rglob("*")) == content
 
 
@@ -640,7 +640,7 @@ def make_rich_run() -> RunFolder:
 
 
 def make_campaign(name: str, record: str, content: dict[str, Any]) -> Path:
-    folder = rundir.runs_root() / name
+    folder = rundir.find_runs_root() / name
     folder.mkdir(exist_ok=True)
     files.write_json(folder / record, {"key": "k", **content})
     return folder
@@ -662,7 +662,7 @@ def make_cache(root: Path, *runs: RunFolder) -> None:
         "key": {"packing": True},
         "inputs": [{"role": "data", "name": "a/b", "digest": "d", "shown": shown}],
     }
-    record = {**cache, "launch_cache": folders.RECORD_VERSION, "created": rundir.utc_now()}
+    record = {**cache, "launch_cache": folders.RECORD_VERSION, "created": rundir.format_utc_now()}
     files.write_json(folder / folders.RECORD, record)
     for number, run in enumerate(runs, 1):
         use = {"run": str(run.path), "attempt": number, "time": 1e9, "config": None}
@@ -681,7 +681,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     finished = copy_demo(root)
     monkeypatch.chdir(root / "demo-run")
     over = make_rich_run()
-    bench = rundir.runs_root() / "20260105T000000Z-bench-x"
+    bench = rundir.find_runs_root() / "20260105T000000Z-bench-x"
     trial = RunFolder(made_runs.write_run(bench / "20260105T000001Z-dpo-trial"))
     sample = {"variant": "a", "curve": [[1, 1, 0.5]], "run": str(trial.path), "seconds": 3.5}
     make_campaign(bench.name, "bench.json", {"samples": [{**sample, "metrics": {"loss": 1.0}}]})

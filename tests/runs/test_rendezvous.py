@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from plans import CONFIGS, built, planned, staged
+from plans import CONFIGS, build_command, load_stage, make_plan
 
 from launcher.errors import UsageError
 from launcher.runs import rendezvous
@@ -115,7 +115,7 @@ def test_a_batch_script_alone_is_no_step() -> None:
     ],
 )
 def test_the_first_host_of_a_node_list(nodelist: str, first: str) -> None:
-    assert rendezvous.first_host(nodelist) == first
+    assert rendezvous.find_first_host(nodelist) == first
 
 
 def test_a_taken_port_is_refused_on_the_first_machine_alone() -> None:
@@ -136,8 +136,8 @@ def test_a_taken_port_is_refused_on_the_first_machine_alone() -> None:
 @pytest.mark.parametrize("deepspeed", ["none", "zero2"])
 def test_the_command_of_each_node(deepspeed: str) -> None:
     overrides = [f"deepspeed={deepspeed}", "batch.per_device=8", "exp_name=NODE_RANK"]
-    stage = staged(CONFIGS / "tulu" / "sft_qwen7b.yaml", overrides)
-    template = built(planned(stage, 8, nodes=2)).argv
+    stage = load_stage(CONFIGS / "tulu" / "sft_qwen7b.yaml", overrides)
+    template = build_command(make_plan(stage, 8, nodes=2)).argv
     second = Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=1234)
 
     argv = rendezvous.fill_placeholders(template, second)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
+from plans import CONFIGS, SFT, TRL, build_command, from_text, load_stage, make_plan, trainer
 
 from launcher import files
 from launcher.errors import NotReady, UsageError
@@ -36,11 +36,11 @@ def make_run(root: Path, name: str, **content: object) -> RunFolder:
 def make_planned_run(path: Path, *overrides: str) -> RunFolder:
     """A run with the manifest that a start writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plan = planned(from_text(path.parent, SFT.format(more="exp_name: one"), *overrides))
+    plan = make_plan(from_text(path.parent, SFT.format(more="exp_name: one"), *overrides))
     folder = RunFolder(path)
     output = Path("/models/one")
     content = manifest.build_manifest(
-        1, rundir.utc_now(), plan, built(plan), trainer("torch"), output
+        1, rundir.format_utc_now(), plan, build_command(plan), trainer("torch"), output
     )
     manifest.create(folder, content)
     return folder
@@ -176,7 +176,7 @@ def test_a_manifest_records_the_command_and_what_is_expected(root: Path) -> None
 
 
 def test_expectations_follow_from_the_arguments() -> None:
-    plan = planned(staged(CONFIGS / "tulu" / "sft_qwen7b.yaml"), 8)
+    plan = make_plan(load_stage(CONFIGS / "tulu" / "sft_qwen7b.yaml"), 8)
     assert manifest.expectations(plan) == {
         "loss": "finite",
         "memory": "ok",
@@ -212,12 +212,12 @@ PADDING_FREE = TRL.format(data="d", more="padding_free: true\n  max_length: none
 def test_one_row_a_micro_batch_is_not_expected_to_be_packed(
     tmp_path: Path, text: str, override: str, expected: str
 ) -> None:
-    plan = planned(from_text(tmp_path, text, override))
-    assert command.expectations(plan)["packing"] == expected
+    plan = make_plan(from_text(tmp_path, text, override))
+    assert command.list_expectations(plan)["packing"] == expected
 
 
 def known_names() -> list[str]:
-    return [folder.path.name for folder in rundir.known_runs()]
+    return [folder.path.name for folder in rundir.list_known_runs()]
 
 
 def test_runs_are_known_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

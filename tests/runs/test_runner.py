@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_world import FAKE, bearing, until
+from fake_world import FAKE, find_processes, wait_until
 
 from launcher import files
 from launcher.machine import process
@@ -39,7 +39,7 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place.mkdir()
     monkeypatch.setenv("FAKE_PIDS", str(place))
     yield place
-    for pid in bearing("FAKE_PIDS", place):
+    for pid in find_processes("FAKE_PIDS", place):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 def child_pid(pids: Path) -> int:
-    until((pids / "child").exists)
+    wait_until((pids / "child").exists)
     return int((pids / "child").read_text())
 
 
@@ -97,7 +97,7 @@ def test_what_outlives_the_leader_is_ended(
     steps = (f"child={where}", f"wait={pids / 'child'}", end)
     runner.run(fake_training(*steps), folder, 1)
     # it is killed, but a busy machine may take its time to bury it
-    until(lambda: not is_alive(child_pid(pids)))
+    wait_until(lambda: not is_alive(child_pid(pids)))
     assert not runner.is_alive(folder.path)
 
 
@@ -120,7 +120,7 @@ def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, obje
 def test_a_zombie_is_dead() -> None:
     child = subprocess.Popen(["true"])
     identity = process.identify(child.pid)
-    until(lambda: not identity.is_alive())
+    wait_until(lambda: not identity.is_alive())
     assert Path(f"/proc/{child.pid}").exists()
     child.wait()
 
@@ -138,7 +138,7 @@ def test_a_worker_without_its_leader_is_alive_until_it_ends(folder: RunFolder, p
 
     folder.exit(1).unlink()
     os.kill(child_pid(pids), signal.SIGKILL)
-    until(lambda: not runner.is_alive(folder.path))
+    wait_until(lambda: not runner.is_alive(folder.path))
 
 
 def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:

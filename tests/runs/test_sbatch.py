@@ -28,7 +28,7 @@ def complain(code: str, key: str, message: str, help: str | None) -> Finding:
 
 def batch_script(folder: Path = RUN, launch: list[str] = LAUNCH, **changes: Any) -> str:
     settings = {"nodes": 2, "gpus": 8, "options": {}, **changes}
-    return slurm.batch_script(folder, [*launch, "exec", str(folder)], **settings)
+    return slurm.render_batch_script(folder, [*launch, "exec", str(folder)], **settings)
 
 
 def write_program(folder: Path, name: str, text: str) -> None:
@@ -145,5 +145,5 @@ def test_options_that_cannot_be(options: Any, code: str, help: str) -> None:
 def test_more_than_a_single_core_is_advised(
     options: dict[str, str | None], gpus: int, advised: bool
 ) -> None:
-    help = slurm.single_cpu_help(options, gpus)
+    help = slurm.warn_of_single_cpu(options, gpus)
     assert ("cpus_per_task: 64" in str(help)) == advised

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import slurm_cluster
 from conftest import PATIENCE_S
-from fake_world import World, made
+from fake_world import World, open_world
 from real_training import CONFIGS, needs_packages, needs_trl
 from saved import trl as save_checkpoint
 from slurm_cluster import Cluster
@@ -52,14 +52,14 @@ def until(condition: Callable[[], object], explain: Callable[[], object]) -> Non
 
 
 def job_of(folder: Path) -> str:
-    job = slurm.job_of(RunFolder(folder))
+    job = slurm.find_job(RunFolder(folder))
     assert job is not None
     return job
 
 
 def until_state(job: str, environ: dict[str, str], *states: str) -> None:
     def state() -> str | None:
-        return (slurm.job_states(environ) or {}).get(job)
+        return (slurm.ask_job_states(environ) or {}).get(job)
 
     until(lambda: state() in states, state)
 
@@ -79,7 +79,7 @@ def start_again(cluster: Cluster, job: str) -> None:
 def submit(folder: Path, environ: dict[str, str], **options: str | None) -> str:
     folder.mkdir()
     words = [sys.executable, str(STAND_IN), "exec", str(folder)]
-    text = slurm.batch_script(folder, words, nodes=2, gpus=0, options=options)
+    text = slurm.render_batch_script(folder, words, nodes=2, gpus=0, options=options)
     return slurm.submit(RunFolder(folder), text, environ)
 
 
@@ -193,7 +193,7 @@ def test_a_refusal_of_sbatch_is_an_error(tmp_path: Path, environ: dict[str, str]
     folder = tmp_path / "run"
     with pytest.raises(NotReady, match=r"nowhere|partition"):
         submit(folder, environ, partition="nowhere")
-    assert slurm.job_of(RunFolder(folder)) is None
+    assert slurm.find_job(RunFolder(folder)) is None
 
 
 def test_a_controller_that_does_not_answer(
@@ -205,14 +205,14 @@ def test_a_controller_that_does_not_answer(
     conf.write_text(f"{text}MessageTimeout=1\n")
     lost = {**environ, "SLURM_CONF": str(conf)}
 
-    assert slurm.job_states(lost) is None
+    assert slurm.ask_job_states(lost) is None
     with pytest.raises(NotReady):
         submit(tmp_path / "run", lost)
 
 
 def test_a_machine_without_slurm(tmp_path: Path, environ: dict[str, str]) -> None:
     without = {**environ, "PATH": str(tmp_path)}
-    assert slurm.job_states(without) is None
+    assert slurm.ask_job_states(without) is None
     with pytest.raises(NotReady, match="not installed"):
         submit(tmp_path / "other", without)
 
@@ -222,7 +222,7 @@ def test_a_machine_without_slurm(tmp_path: Path, environ: dict[str, str]) -> Non
 
 @pytest.fixture
 def world(tmp_path: Path, cluster: Cluster) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.environ.update(cluster.environment)
         yield world
 

@@ -78,24 +78,24 @@ def others(tmp_path: Path) -> Path:
 def mine(tmp_path: Path) -> RunFolder:
     """A run of this folder, with a log."""
     output = str(tmp_path / "model")
-    folder = make_run(rundir.runs_root() / MINE, output=output, cwd=os.getcwd())
+    folder = make_run(rundir.find_runs_root() / MINE, output=output, cwd=os.getcwd())
     folder.console(1).write_text("one\ntwo\n")
     rundir.register("runs", folder.path)
     return folder
 
 
 def state_of_index() -> Path:
-    return rundir.state_folder() / "runs"
+    return rundir.find_state_folder() / "runs"
 
 
 def keep_summaries() -> Path:
     """Have the summaries of all known runs written; returns their file."""
     rundir.find_run("last")
-    return rundir.state_folder() / "summaries.json"
+    return rundir.find_state_folder() / "summaries.json"
 
 
 def known_outputs() -> dict[Path, str | None]:
-    return {summary.path: summary.output for summary in rundir.summarize(rundir.known_runs())}
+    return {summary.path: summary.output for summary in rundir.summarize(rundir.list_known_runs())}
 
 
 @pytest.mark.parametrize("name", ["last", MINE, "20260101T000000Z"])
@@ -122,7 +122,7 @@ def test_the_runs_into_an_output_are_known_without_opening_the_others(
     output = tmp_path / "model"
     keep_summaries()
     with opened_below(others, state_of_index()) as opened:
-        assert rundir.choose_folder("sft", "mine", output, rundir.runs_root())[0] == mine
+        assert rundir.choose_folder("sft", "mine", output, rundir.find_runs_root())[0] == mine
         rundir.choose_folder("sft", "new", Path("/models/new"), others)
         outputs = known_outputs()
     assert len(opened) <= FEW

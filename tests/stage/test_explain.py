@@ -19,7 +19,7 @@ from launcher.stage import explain
 from launcher.stage.explain import Explained
 from launcher.upstream import locate
 from launcher.upstream.locate import Upstream
-from launcher.upstream.meaning import meaning_of
+from launcher.upstream.meaning import find_meaning
 from launcher.upstream.schema import Field
 from launcher.upstream.trainers import BACKENDS
 
@@ -152,7 +152,7 @@ def test_a_key_that_came_after_a_commit(run: Run, write: Write) -> None:
     tokenizer = f"{head}TokenizerConfig:\n    a: int = 1\n"
     write("oi/open_instruct/dataset_transformation.py", tokenizer)
     options = f"--stage sft --open-instruct {root} --allow-unpinned"
-    there = locate.snapshot("open_instruct")["fields"]["FlatArguments.push_to_hub"]["where"]
+    there = locate.load_snapshot("open_instruct")["fields"]["FlatArguments.push_to_hub"]["where"]
     assert f"it is one at the pin ({there})" in run(f"explain push_to_hub {options}")
     # and nothing is advised that is not there either
     run(f"explain chat_template {options}", code=Exit.USAGE)
@@ -324,8 +324,8 @@ def test_the_meaning_is_upstreams_own(
         packages={"pkg": Package()},
     )
     field = Field(name=name, type="int", kind="int", owner=owner, where=f"pkg/args.py:{line}")
-    assert meaning_of(source, field) == meaning
-    assert meaning_of(replace(source, packages={}), field) is None
+    assert find_meaning(source, field) == meaning
+    assert find_meaning(replace(source, packages={}), field) is None
 
 
 def test_a_code_is_explained(run: Run) -> None:

@@ -11,7 +11,7 @@ from conftest import Write
 from verdicts import ask, words_of
 
 from launcher.config import load
-from launcher.errors import Finding, NotReady, errors
+from launcher.errors import Finding, NotReady, select_errors
 from launcher.stage import fix, stage
 from launcher.stage.fix import Fix
 from launcher.stage.stage import Judged
@@ -25,10 +25,10 @@ TRL = "stage: sft\nbackend: trl\nargs:\n  model_name_or_path: m\n  dataset_name:
 def mend(write: Write, text: str, name: str = "a.yaml") -> Fix:
     """The fix of a file; it is written, loads, and there is nothing more to mend in it."""
     path = write(name, text)
-    mended = fix.of_file(path)
+    mended = fix.fix_file(path)
     fix.apply(mended)
     assert path.read_bytes().decode("utf-8-sig") == mended.after
-    again = fix.of_file(path)
+    again = fix.fix_file(path)
     assert not again.changed
     assert not again.changes
     return mended
@@ -76,7 +76,7 @@ def test_a_fault_is_mended_and_nothing_else_changes(
     expected = f"{head}  {after}\n" if after else head
     assert mended.after == expected
     assert mended.changes
-    assert not errors(mended.left)
+    assert not select_errors(mended.left)
 
 
 LEFT = [
@@ -101,14 +101,14 @@ def test_what_is_not_certain_is_left_with_a_reason(
     text = f"{head}  {lines}\n"
     path = write("a.yaml", text)
     os.utime(path, (1, 1))
-    mended = fix.of_file(path)
+    mended = fix.fix_file(path)
     fix.apply(mended)
     assert mended.after == text
     assert not mended.changed
     assert path.stat().st_mtime == 1
     key = f"args.{lines.partition(':')[0]}"
     assert why in reasons(mended)[key]
-    assert key in [finding.key for finding in errors(mended.left)]
+    assert key in [finding.key for finding in select_errors(mended.left)]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_everything_else_stays_byte_for_byte(
     faulty = FAULTY.replace("\r\n", end) + last
     fixed = FIXED.replace("\r\n", end) + last
     path = write("a.yaml", mark + faulty.encode())
-    fix.apply(fix.of_file(path))
+    fix.apply(fix.fix_file(path))
     assert path.read_bytes() == mark + fixed.encode()
-    assert not fix.of_file(path).changed
+    assert not fix.fix_file(path).changed
 
 
 MODEL = "model_name_or_path: m\n"
@@ -252,7 +252,7 @@ def test_parents_are_not_edited(write: Write) -> None:
     mended = mend(write, "extends: base.yaml\nargs:\n  max_length: 3\n")
     assert mended.after == "extends: base.yaml\nargs:\n  max_seq_length: 3\n"
     assert parent.read_text() == parent_text
-    for finding in errors(mended.left):
+    for finding in select_errors(mended.left):
         assert finding.file == str(parent)
     assert str(parent) in reasons(mended)["args.chat_template"]
 
@@ -272,7 +272,7 @@ def test_permissions_and_links_stay(write: Write, tmp_path: Path) -> None:
     path.chmod(0o640)
     link = tmp_path / "link.yaml"
     link.symlink_to(Path("sub") / "a.yaml")
-    fix.apply(fix.of_file(link))
+    fix.apply(fix.fix_file(link))
     assert link.is_symlink()
     assert path.read_text() == SFT
     assert path.stat().st_mode & 0o777 == 0o640
@@ -289,7 +289,7 @@ def refuse_to_apply(mended: Fix) -> Finding:
 def test_a_read_only_file_is_refused(write: Write) -> None:
     path = write("a.yaml", FLASH)
     path.chmod(0o444)
-    finding = refuse_to_apply(fix.of_file(path))
+    finding = refuse_to_apply(fix.fix_file(path))
     assert finding.code == "unwritable-file"
     assert finding.file == str(path)
     assert f"chmod u+w {path}" in str(finding.help)
@@ -298,7 +298,7 @@ def test_a_read_only_file_is_refused(write: Write) -> None:
 
 def test_a_file_that_was_changed_meanwhile_is_not_overwritten(write: Write) -> None:
     path = write("a.yaml", FLASH)
-    mended = fix.of_file(path)
+    mended = fix.fix_file(path)
     path.write_text(SFT)
     assert refuse_to_apply(mended).code == "file-changed"
     assert path.read_text() == SFT
@@ -328,7 +328,7 @@ class Shipped:
 
 
 def refused_by_parser(findings: tuple[Finding, ...]) -> list[str | None]:
-    return [finding.key for finding in errors(findings) if finding.layer == "parser"]
+    return [finding.key for finding in select_errors(findings) if finding.layer == "parser"]
 
 
 def names_of_shipped(root: Path) -> list[str]:
@@ -354,7 +354,7 @@ def shipped(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sh
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, copy)
         before = stage.judge_stage_file(load.load(copy))
-        mended = fix.of_file(copy)
+        mended = fix.fix_file(copy)
         fix.apply(mended)
         files.append(Shipped(name, before, mended))
     return files
@@ -386,7 +386,7 @@ def comments(text: str) -> list[str]:
 def test_the_shipped_files_keep_their_comments_and_other_values(shipped: list[Shipped]) -> None:
     for file in shipped:
         mended = file.mended
-        assert not fix.of_file(mended.path).changed
+        assert not fix.fix_file(mended.path).changed
         assert comments(mended.after) == comments(mended.before)
         after = load.load(mended.path)
         edited = {change.key.removeprefix("args.").partition(".")[0] for change in mended.changes}

@@ -110,7 +110,7 @@ def test_limits_that_are_refused(content: Any, errors: list[str]) -> None:
 
 def test_a_good_run_is_green() -> None:
     assert flags(GOOD) == ""
-    assert gates.colour_of(gates.judge_rung(GOOD, {}, GOOD)) == "green"
+    assert gates.find_worst_colour(gates.judge_rung(GOOD, {}, GOOD)) == "green"
     assert flags(DPO) == ""
 
 
@@ -246,7 +246,7 @@ def test_a_flat_trend_is_red_where_noise_does_not_hide_it(losses: Losses, expect
     ],
 )
 def test_losses_of_sound_runs(log: str, expected: str) -> None:
-    losses = metrics.losses(evidence.read_log(REPOSITORY / "tests" / "corpus" / log))
+    losses = metrics.list_losses(evidence.read_log(REPOSITORY / "tests" / "corpus" / log))
     stage = "dpo" if "dpo" in log else "sft"
     facts = RungFacts(stage=stage, losses=tuple(losses), tokens_per_second=1.0)
     assert flags(facts) == expected

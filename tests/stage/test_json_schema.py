@@ -14,7 +14,7 @@ from verdicts import schema_of
 
 from launcher.config import document, keys
 from launcher.config.load import Config
-from launcher.errors import Finding, errors
+from launcher.errors import Finding, select_errors
 from launcher.stage import json_schema, options, stage
 from launcher.upstream.schema import Field, Schema
 from launcher.upstream.trainers import BACKENDS
@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize(
 @cache
 def json_schema_of(*entries: tuple[str, str]) -> dict[str, Any]:
     """The JSON Schema of stage files for these scripts; for all of them where none is named."""
-    return json_schema.combined(schema_of(*entry) for entry in entries or ENTRIES)
+    return json_schema.combine_schemas(schema_of(*entry) for entry in entries or ENTRIES)
 
 
 @cache
@@ -54,7 +54,7 @@ def config_of(options: Arguments, args: Arguments) -> Config:
 def judge_args(backend: str, name: str, args: Arguments) -> tuple[Finding, ...]:
     """The errors of launch about the arguments of a script."""
     options = {"backend": backend, "stage": BACKENDS[backend].STAGES[name].stage or name}
-    return errors(stage.judge_stage_file(config_of(options, args)).findings)
+    return select_errors(stage.judge_stage_file(config_of(options, args)).findings)
 
 
 def refused(findings: Iterable[Finding]) -> set[str]:
@@ -193,7 +193,7 @@ def is_refused_by_launch(key: str, value: Any) -> bool:
         return key == "expect"
     config = config_of({"stage": "sft", "backend": "trl", key: value}, {})
     _, findings = options.read_stage_options(config, "sft")
-    stage_fault = options.stage_fault(config)
+    stage_fault = options.find_stage_fault(config)
     if stage_fault is not None:
         findings.append(stage_fault)
     return any(str(finding.key).partition(".")[0] == key for finding in findings)

@@ -169,8 +169,8 @@ def test_arguments_are_not_judged_where_the_backend_is_unknown(write: Write) -> 
 )
 def test_the_stage_of_a_file(shape: str, text: str, name: str | None) -> None:
     config = config_of(text, shape)
-    assert options.stage_of(config) == name
-    assert options.stage_fault(config) is None
+    assert options.find_stage(config) == name
+    assert options.find_stage_fault(config) is None
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_stage_of_a_file(shape: str, text: str, name: str | None) -> None:
     ],
 )
 def test_a_file_that_names_no_stage(shape: str, text: str, code: str, message: str) -> None:
-    finding = options.stage_fault(config_of(text, shape))
+    finding = options.find_stage_fault(config_of(text, shape))
     assert finding is not None
     assert finding.code == code
     assert message in finding.message

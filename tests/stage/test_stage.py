@@ -377,7 +377,7 @@ def test_a_trend_needs_steps(write: Write, text: str, setting: str, severities: 
 
 
 def test_any_trend_is_possible() -> None:
-    assert stage.trend_fault(options.Options(stage="sft", expect={"trend": "any"}), 1) is None
+    assert stage.find_trend_fault(options.Options(stage="sft", expect={"trend": "any"}), 1) is None
 
 
 def test_the_script_may_be_an_override(judge: Judge) -> None:

@@ -202,7 +202,7 @@ def schemas(checkout: Path) -> dict[str, Schema]:
     source = locate.locate("open_instruct", checkout=checkout)
     backend = BACKENDS["open_instruct"]
     read = facts.read_facts(backend, source.packages, {}, list(UNREAD))
-    return {name: facts.schema_of(read, backend, name, "source", "x") for name in UNREAD}
+    return {name: facts.build_schema(read, backend, name, "source", "x") for name in UNREAD}
 
 
 @pytest.mark.parametrize("name", UNREAD)

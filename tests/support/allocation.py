@@ -259,7 +259,7 @@ def _swiglu(self: Any, x: Any) -> Any:
 def config_of(name: str, layers: int | None = None) -> Any:
     from launcher.artifacts import architecture
 
-    values = dict(architecture.table()[name.lower()])
+    values = dict(architecture.load_known_shapes()[name.lower()])
     if layers is not None:
         values["num_hidden_layers"] = layers
     model_type = values.pop("model_type")

@@ -30,7 +30,7 @@ def places() -> Iterator[Path]:
     named = os.environ.get("LAUNCH_OPEN_INSTRUCT")
     if named:
         yield Path(named).expanduser()
-    for place, _ in locate.checkout_places(None, {}):
+    for place, _ in locate.list_checkout_places(None, {}):
         yield place
 
 

@@ -34,7 +34,7 @@ def machine(root: Path, monkeypatch: pytest.MonkeyPatch, cards: int = 2) -> Iter
     """A world with so many cards and an interpreter whose training is made up, entered by this
     process.
     """
-    with fake_world.made(root) as world:
+    with fake_world.open_world(root) as world:
         smi = Smi(world.root / "smi")
         smi.cards(*[0] * cards)
         world.environ["PATH"] = f"{smi.folder}:{os.environ['PATH']}"

@@ -51,7 +51,7 @@ os.execv(sys.executable, [sys.executable, "-u", {fake!r}, *steps])
 """
 
 
-def until(true: Callable[[], object]) -> None:
+def wait_until(true: Callable[[], object]) -> None:
     """Wait for something that comes soon, on a machine that may be slow."""
     end = time.monotonic() + PATIENCE_S
     while not true():
@@ -73,7 +73,7 @@ def write_rows(folder: Path, count: int = 64) -> None:
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def looks_on(command: subprocess.Popen[bytes]) -> None:
+def wait_until_shown(command: subprocess.Popen[bytes]) -> None:
     """Wait until a command shows its run: from then on it takes signals as it should."""
     assert command.stderr is not None
     line = b"\n"
@@ -82,7 +82,7 @@ def looks_on(command: subprocess.Popen[bytes]) -> None:
     assert line, "it ended without a word of its run"
 
 
-def bearing(variable: str, value: Path) -> set[int]:
+def find_processes(variable: str, value: Path) -> set[int]:
     """The living processes with this in their environment."""
     setting = os.fsencode(f"{variable}={value}")
     alive = set()
@@ -95,7 +95,7 @@ def bearing(variable: str, value: Path) -> set[int]:
     return alive
 
 
-def cmdline(pid: int) -> bytes:
+def read_cmdline(pid: int) -> bytes:
     """The words of a process; none of one that has gone meanwhile."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -103,7 +103,7 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
-def prepared(root: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
+def prepare_run(root: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
     """A run folder as a start leaves it, around a fake trainer."""
     attempt = Attempt(
         number=1,
@@ -162,7 +162,7 @@ class World:
         return Path(self.environ["LAUNCH_RUNS"])
 
     def prepared(self, *steps: str, **changes: Any) -> RunFolder:
-        return prepared(self.root, *steps, **{"environ": self.environ, **changes})
+        return prepare_run(self.root, *steps, **{"environ": self.environ, **changes})
 
     def python(self) -> Path:
         begin = self.root / "begin.py"
@@ -251,14 +251,14 @@ class World:
         """The number of a fake process, as soon as it has one."""
         path = self.root / "pids" / name
         # it exists before it is written
-        until(lambda: path.exists() and path.read_text() != "")
+        wait_until(lambda: path.exists() and path.read_text() != "")
         return int(path.read_text())
 
     def left(self) -> set[int]:
-        return bearing("FAKE_WORLD", self.root)
+        return find_processes("FAKE_WORLD", self.root)
 
     def quiet(self) -> bool:
-        until(lambda: not self.left())
+        wait_until(lambda: not self.left())
         return True
 
     def close_sessions(self) -> None:
@@ -268,7 +268,7 @@ class World:
         if shutil.which("tmux") is None:
             return
         for pane in self._tmux("list-panes", "-a", "-F", "#{pane_id}").split():
-            until(functools.partial(self._shows_the_end, pane))
+            wait_until(functools.partial(self._shows_the_end, pane))
         self._tmux("kill-server")
 
     def _shows_the_end(self, pane: str) -> bool:
@@ -294,7 +294,7 @@ class World:
 
 
 @contextlib.contextmanager
-def made(root: Path) -> Iterator[World]:
+def open_world(root: Path) -> Iterator[World]:
     world = World(root)
     try:
         yield world

@@ -41,14 +41,14 @@ args:
 """
 
 
-def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
+def load_stage(path: Path, overrides: Sequence[str] = ()) -> Stage:
     judged = stages.judge_stage_file(load.load(path, overrides), locator=Locator(search=()))
     stage = stages.validate(judged)
     return replace(stage, upstream=replace(stage.upstream, root=SOURCE))
 
 
 def from_text(folder: Path, text: str, *overrides: str) -> Stage:
-    return staged(_write_stage(folder, text), overrides)
+    return load_stage(_write_stage(folder, text), overrides)
 
 
 def _write_stage(folder: Path, text: str) -> Path:
@@ -65,11 +65,11 @@ def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
     return {(finding.code, finding.key or ""): finding for finding in judged.findings}
 
 
-def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
+def make_plan(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
     return plan.make(stage, gpus=gpus, nodes=nodes, output=Path("/run/model"))
 
 
-def settled(folder: Path, text: str, gpus: int = 0) -> Plan:
+def check_plan(folder: Path, text: str, gpus: int = 0) -> Plan:
     """A plan with the findings of all rules, as a dry run makes it."""
     path = _write_stage(folder, text)
     file = StageFile(
@@ -80,10 +80,10 @@ def settled(folder: Path, text: str, gpus: int = 0) -> Plan:
     )
     checked = file.read()
     facts = Facts(file=file, checked=checked, stage=stages.validate(checked), gpus=gpus)
-    return check.settle(facts, output=Path("/run/model"))
+    return check.plan_with_findings(facts, output=Path("/run/model"))
 
 
-def built(
+def build_command(
     made: Plan,
     environ: Mapping[str, str] | None = None,
     python: Path = PYTHON,

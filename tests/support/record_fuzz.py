@@ -306,7 +306,7 @@ class Sleeper:
             **process.identify(self.child.pid).as_json(),
             "mark": str(self.folder.path),
             "attempt": 1,
-            "started": rundir.utc_now(),
+            "started": rundir.format_utc_now(),
         }
         self.folder.process.unlink(missing_ok=True)
         files.write_bytes(self.folder.process, json.dumps(record).encode(), mode=0o600)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import saved
-from plans import built, from_text, planned, trainer
+from plans import build_command, from_text, make_plan, trainer
 
 from launcher import files
 from launcher.cache import inputs
@@ -105,7 +105,7 @@ class Run:
             every=self.every,
             model=self.place / "model",
         )
-        return planned(from_text(self.place, text, *overrides), gpus=gpus)
+        return make_plan(from_text(self.place, text, *overrides), gpus=gpus)
 
     def decide(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         self.planned = self.plan(*overrides, **how)
@@ -116,13 +116,13 @@ class Run:
             folder=self.folder if has_begun else None,
             history=self.history(),
             trainer=self.trainer,
-            now=inputs.of_plan(self.planned),
+            now=inputs.record_inputs(self.planned),
             allowed=allow,
         )
         return judge.decide()
 
     def history(self) -> list[Manifest]:
-        return resume.manifests(self.planned.stage.options.stage, self.folder, self.output)
+        return resume.list_manifests(self.planned.stage.options.stage, self.folder, self.output)
 
     def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         """Begin an attempt, as far as what it leaves in the run folder."""
@@ -130,12 +130,12 @@ class Run:
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
-        completed = plan.completed(self.planned, decision.derived)
-        command = built(completed)
+        completed = plan.complete_plan(self.planned, decision.derived)
+        command = build_command(completed)
         record = manifest.build_manifest(
-            attempt, rundir.utc_now(), completed, command, self.trainer, self.output
+            attempt, rundir.format_utc_now(), completed, command, self.trainer, self.output
         )
-        contents = inputs.of_plan(completed)
+        contents = inputs.record_inputs(completed)
         record = replace(record, resume=decision.as_json(), contents=contents)
         files.write_json(self.folder.manifest, record.as_json())
         self.folder.console(attempt).write_text("")

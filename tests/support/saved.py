@@ -35,7 +35,7 @@ def loadable(folder: Path) -> None:
 
     config = json.loads((folder / "config.json").read_text())
     try:
-        sizes = dict(by_name(architecture.shape_of(config)))
+        sizes = dict(by_name(architecture.parse_shape(config)))
     except InvalidConfig:
         sizes = {"w": (64,)}
     header: dict[str, Any] = {}

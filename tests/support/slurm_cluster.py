@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conftest import PATIENCE_S
-from fake_world import bearing
+from fake_world import find_processes
 
 NODES = ("n1", "n2")
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -235,7 +235,7 @@ def left(cluster: Cluster) -> list[int]:
     """
     sessions = {daemon.pid for daemon in cluster.daemons}
     pids = []
-    for pid in bearing("SLURM_CONF", cluster.conf):
+    for pid in find_processes("SLURM_CONF", cluster.conf):
         # a process may go while it is looked at
         with contextlib.suppress(OSError):
             if os.getsid(pid) not in sessions:

@@ -64,8 +64,8 @@ def path_of(
     """What `main.py` of a package reads; `main` stands above the usual start."""
     text = f"{textwrap.dedent(main)}\n{start}"
     sources = package(folder, {"main.py": text, **(files or {})})
-    classes = reads.entry_classes(sources, "pkg/main.py")
-    return reads.find(sources, "pkg/main.py", classes, fields, recorders)
+    classes = reads.find_entry_classes(sources, "pkg/main.py")
+    return reads.read_path(sources, "pkg/main.py", classes, fields, recorders)
 
 
 def conditions_of(path: ScriptPath, name: str) -> set[tuple[str, ...]]:

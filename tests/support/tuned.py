@@ -40,7 +40,7 @@ def outlook(
     planned = plan.make(facts.stage, gpus=gpus, output=Path("model"), packages=installed)
     has_flash = gpus > 0 and "flash-attn" in installed
     try:
-        shape = footprint.shape_of(planned)
+        shape = footprint.find_model_shape(planned)
     except InvalidConfig:
         # a model that is not here
         shape = architecture.find("Qwen/Qwen2.5-0.5B", {})
@@ -49,13 +49,13 @@ def outlook(
         packages=installed,
         rows=lengths.parse(rows),
         shape=shape,
-        card=datasheets.card_of(card, gib) if gpus else datasheets.CPU,
+        card=datasheets.find_card(card, gib) if gpus else datasheets.CPU,
         steps=STEPS,
         attention="flash_2" if has_flash else "sdpa",
     )
 
 
-def ran(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
+def run_trial(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
     """A run of a candidate with this speed; `step`, `peak` and `seconds` are figures of it."""
     figures = {
         SPEED: speed or None,
@@ -97,11 +97,11 @@ class Machine:
             batch = world.footprint(settings).typical
             peak = self.peak(world, settings, batch.tokens)
             if peak > 0.95 * self.gib:
-                return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
+                return run_trial(candidate, status="oom", seconds=40, reason="CUDA out of memory")
         step = self._step(world, settings)
         seconds = 50 + STEPS * step
         speed = candidate.tokens / step / world.plan.processes
-        return ran(candidate, speed, step=step, peak=peak, seconds=seconds)
+        return run_trial(candidate, speed, step=step, peak=peak, seconds=seconds)
 
     def lasts(self, world: Space, candidate: Candidate) -> float:
         """The speed where the whole run leaves the margin free, else 0."""
@@ -236,7 +236,7 @@ def search_of(world: Space, **terms: object) -> Search:
 _GRIDS = dict[int, tuple[Space, list[Candidate]]]()
 
 
-def searched(world: Space, machine: Machine, noise: Sequence[float]) -> Search:
+def run_search(world: Space, machine: Machine, noise: Sequence[float]) -> Search:
     """Through to its end, or ten trials; `noise` are shares by which measurements are off."""
     search = search_of(world)
     while len(search.results) < 10:
@@ -264,7 +264,7 @@ def reached(world: Space, machine: Machine, search: Search) -> float:
     return machine.runs(world, best.candidate).speed / top
 
 
-def one(search: Search, **settings: object) -> Candidate:
+def candidate_with(search: Search, **settings: object) -> Candidate:
     """The candidate of the grid that is the file with these levers turned."""
     wanted = {**search.base.settings, **settings}
     return search.grid[Candidate(settings=wanted).key]  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def write_rows(path: Path) -> None:
 def make_run(**manifest: Any) -> RunFolder:
     content = made_runs.manifest(stage="sft", cwd=str(Path.cwd()), **manifest)
     return RunFolder(
-        made_runs.write_run(rundir.runs_root() / "20260101T000000Z-sft-a", record=content)
+        made_runs.write_run(rundir.find_runs_root() / "20260101T000000Z-sft-a", record=content)
     )
 
 
@@ -75,7 +75,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         python.write_text(STAND_IN.format(python=sys.executable) + body)
         python.chmod(0o755)
         trainer = Trainer(python=python, source="a stand-in")
-        monkeypatch.setattr(model, "trainer_of", lambda *_: trainer)
+        monkeypatch.setattr(model, "find_trainer", lambda *_: trainer)
 
     return install
 

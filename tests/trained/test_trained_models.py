@@ -59,7 +59,7 @@ def make_run(output: Path, name: str = NAME, *, backend: str = "trl", **argument
         args=arguments_of(**values),
         contents=[data],
     )
-    return made_runs.write_run(rundir.runs_root() / name, record=manifest)
+    return made_runs.write_run(rundir.find_runs_root() / name, record=manifest)
 
 
 def cut_off(run: Path) -> None:
@@ -84,7 +84,7 @@ def make_adapter(folder: Path, **changes: object) -> Path:
 
 
 def trained_model(folder: Path) -> TrainedModel:
-    trained = model.of_folder(folder)
+    trained = model.find_in_folder(folder)
     assert trained is not None
     return trained
 
@@ -166,7 +166,7 @@ def test_the_model_of_an_earlier_run_is_not_that_of_an_unfinished_one(out: Path,
 
 
 def test_a_bench_has_no_model(ask: Ask) -> None:
-    folder = rundir.runs_root() / "20260101T000000Z-bench-a"
+    folder = rundir.find_runs_root() / "20260101T000000Z-bench-a"
     folder.mkdir(parents=True)
     (folder / rundir.BENCH_RECORD).write_text("{}")
     finding = ask("chat", folder.name, "--prompt", "a").refusal
@@ -180,7 +180,7 @@ def test_a_pipeline_stands_for_its_last_run(tmp_path: Path) -> None:
     for number, stage in enumerate(("sft", "dpo"), 1):
         run = make_run(tmp_path / stage, f"2026010{number}T000000Z-{stage}-a")
         stages.append({"run": str(run)})
-    folder = rundir.runs_root() / "20260103T000000Z-pipeline-a"
+    folder = rundir.find_runs_root() / "20260103T000000Z-pipeline-a"
     folder.mkdir()
     (folder / rundir.PIPELINE_RECORD).write_text(json.dumps({"stages": stages}))
     assert find_model(folder.name).path == tmp_path / "dpo"
@@ -209,7 +209,7 @@ def test_the_base_of_an_adapter_without_a_run_is_that_of_its_config(out: Path) -
 
 
 def steps_of(folder: Path) -> NextSteps:
-    return next_steps.of_model(trained_model(folder))
+    return next_steps.describe_model(trained_model(folder))
 
 
 def test_the_next_steps_of_a_whole_model(out: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_end_of_a_run_names_its_model(out: Path, capsys: Capture) -> None:
 
 
 def test_a_run_without_a_model_has_no_next_steps(out: Path) -> None:
-    assert next_steps.of_finished(RunFolder(make_run(out))) is None
+    assert next_steps.describe_finished(RunFolder(make_run(out))) is None
 
 
 # The card

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import row_files
 import yaml
-from fake_world import made
+from fake_world import open_world
 from real_answers import Answer, find_point, launch, succeed
 from real_training import needs_training
 from real_training import place as place  # a fixture
@@ -115,7 +115,7 @@ def test_a_rehearsal_shows_what_the_trainer_refuses_of_a_set(mixture: Path) -> N
 
 
 def test_each_attempt_has_a_file_of_its_own(tmp_path: Path) -> None:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         config = world.config(dataset_name=None, datasets=[{"path": "data"}], test_split_size=12)
         for _ in range(2):
             world.trained(str(config), steps=("exit=3",))

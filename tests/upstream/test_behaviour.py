@@ -57,7 +57,7 @@ def test_a_behaviour_ends_with_its_commit(history: Repository, change: Behaviour
 def test_every_behaviour_is_known_at_a_known_commit(commit_name: str, key: str) -> None:
     source = locate.locate("open_instruct", checkout=checkouts.require(commit_name))
     behaviours = locate.load_schema(source, key, allow_unpinned=True).behaviours
-    assert behaviours.keys() == {entry.name for entry in behaviour.of_script(key)}
+    assert behaviours.keys() == {entry.name for entry in behaviour.list_behaviours(key)}
     assert None not in behaviours.values()
 
 
@@ -66,9 +66,9 @@ def test_every_behaviour_is_known_at_a_known_commit(commit_name: str, key: str) 
 def test_the_history_says_what_the_source_shows(
     history: Repository, key: str, revision: str
 ) -> None:
-    by_history = behaviour.completed({}, key, history, revision)
+    by_history = behaviour.complete_answers({}, key, history, revision)
     by_source = read_at(history, revision, key)
-    for change in behaviour.of_script(key):
+    for change in behaviour.list_behaviours(key):
         if change.since or change.until:
             assert by_history[change.name] == by_source[change.name], change.name
 
@@ -83,7 +83,7 @@ def test_a_source_that_shows_neither_form_is_not_guessed_at(tmp_path: Path) -> N
     assert set(unknown.values()) == {None}
 
     # the whole history is here, and none of the changes is in it
-    complete = behaviour.completed(unknown, "dpo_olmo_core", repository, revision)
+    complete = behaviour.complete_answers(unknown, "dpo_olmo_core", repository, revision)
     assert complete["guards-negative-clipping"] is True
     assert complete["one-split-a-set"] is False
     assert complete["cuts-rows"] is None

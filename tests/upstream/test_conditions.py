@@ -25,7 +25,7 @@ def about_arguments(node: ast.expr) -> str | None:
 
 def implied(test: str, truth: bool) -> set[str]:
     node = ast.parse(test, mode="eval").body
-    return set(conditions.implied(node, truth, about_arguments))
+    return set(conditions.find_implied(node, truth, about_arguments))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_conditions_mean_what_python_means(text: str) -> None:
     for values in EVERY_VALUE:
         truth = evaluate(text, values)
         assert conditions.holds(text, values, UNKNOWN) is truth
-        assert conditions.holds(conditions.negated(text), values, UNKNOWN) is (not truth)
+        assert conditions.holds(conditions.negate(text), values, UNKNOWN) is (not truth)
 
 
 @given(TESTS, st.sampled_from("abcd"))
@@ -119,8 +119,8 @@ def test_what_is_implied_holds(text: str, truth: bool) -> None:
     for values in EVERY_VALUE:
         if evaluate(text, values) is not truth:
             continue
-        assert not conditions.impossible(followed)
-        for condition in [*followed, *conditions.simplified(followed)]:
+        assert not conditions.is_impossible(followed)
+        for condition in [*followed, *conditions.simplify(followed)]:
             assert conditions.holds(condition, values, UNKNOWN)
 
 
@@ -134,9 +134,9 @@ def test_what_is_implied_holds(text: str, truth: bool) -> None:
     ],
 )
 def test_conditions_that_exclude_each_other(together: set[str], is_impossible: bool) -> None:
-    assert conditions.impossible(together) is is_impossible
+    assert conditions.is_impossible(together) is is_impossible
 
 
 def test_alternatives_that_are_decided_go() -> None:
-    assert conditions.simplified({"a", "a or b"}) == {"a"}
-    assert conditions.simplified({"c", "a or b"}) == {"c", "a or b"}
+    assert conditions.simplify({"a", "a or b"}) == {"a"}
+    assert conditions.simplify({"c", "a or b"}) == {"c", "a or b"}

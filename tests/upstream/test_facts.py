@@ -49,7 +49,7 @@ def stages_read(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 @pytest.fixture
 def ask(root: Path) -> Ask:
     """Ask for the facts of SFT, which the cache may hold."""
-    return lambda: facts.cached(BACKEND, {"open_instruct": Folder(root)}, {}, "sft")
+    return lambda: facts.read_cached_facts(BACKEND, {"open_instruct": Folder(root)}, {}, "sft")
 
 
 def read_facts(root: Path, *stages: str) -> Facts:
@@ -57,7 +57,7 @@ def read_facts(root: Path, *stages: str) -> Facts:
 
 
 def schema_of(known: Facts, stage: str = "sft") -> Schema:
-    return facts.schema_of(known, BACKEND, stage, "source", "x")
+    return facts.build_schema(known, BACKEND, stage, "source", "x")
 
 
 def cache_entries() -> list[Path]:
@@ -87,7 +87,7 @@ def test_the_snapshot_keeps_the_defaults_of_each_script(
     stage: str, epochs: int, rate: float
 ) -> None:
     """SFT on OLMo-core parses DPO's dataclasses, and gives its parser defaults of its own."""
-    fields = schema_of(dict(locate.snapshot("open_instruct")), stage).fields
+    fields = schema_of(dict(locate.load_snapshot("open_instruct")), stage).fields
     assert fields["num_epochs"].default == epochs
     assert fields["learning_rate"].default == rate
 

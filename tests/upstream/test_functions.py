@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from launcher.upstream.source.functions import normalised
+from launcher.upstream.source.functions import normalise
 
 STEP = """
 class Trainer:
@@ -52,7 +52,7 @@ def text(source: str) -> str:
     """The normalised text of the first method of the first class."""
     owner = ast.parse(source).body[0]
     assert isinstance(owner, ast.ClassDef)
-    return normalised(owner.body[0])
+    return normalise(owner.body[0])
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -67,4 +67,4 @@ def test_what_can_act_counts(name: str) -> None:
 
 def test_a_function_that_only_logs_is_still_python() -> None:
     function = ast.parse('def f():\n    """Say it."""\n    print(1)\n').body[0]
-    assert "pass" in normalised(function)
+    assert "pass" in normalise(function)

@@ -55,7 +55,7 @@ class Checkout:
 
     def changes_of(self, key: str, head: str = "HEAD") -> tuple[ArgumentChange, ...]:
         """The changes of an argument of SFT, the newest first."""
-        return history.changes_of_argument(key, SFT, Repository(self.root), head=head)
+        return history.find_changes(key, SFT, Repository(self.root), head=head)
 
     def last_change(self, key: str) -> str:
         """The newest change and its commit, as the number that it was committed as."""
@@ -79,11 +79,11 @@ def repo(tmp_path: Path) -> Checkout:
 @pytest.mark.parametrize("backend", ["open_instruct", "trl"])
 def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
     """An argument that is there was last added; one that went away is not there."""
-    keys = locate.snapshot(backend)["stages"][stage]
+    keys = locate.load_snapshot(backend)["stages"][stage]
     fields = {key.partition(".")[2] for key in keys}
     script = BACKENDS[backend].STAGES[stage].script
     newest: dict[str, ArgumentChange] = {}
-    for change in history.events(script):
+    for change in history.load_events(script):
         newest.setdefault(change.key, change)
     gone = {key for key, change in newest.items() if change.gone}
     assert gone.isdisjoint(fields)
@@ -95,11 +95,9 @@ def test_at_the_commit_of_the_table_no_process_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delattr(subprocess, "run")
-    (change, *_) = history.changes_of_argument(
-        "use_flash_attn", SFT, Repository(tmp_path), head=PIN
-    )
+    (change, *_) = history.find_changes("use_flash_attn", SFT, Repository(tmp_path), head=PIN)
     assert change.pull == 1567
-    assert history.changes_of_argument("max_seq_length", "trl/scripts/sft.py", Repository(tmp_path))
+    assert history.find_changes("max_seq_length", "trl/scripts/sft.py", Repository(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -112,17 +110,17 @@ def test_at_the_commit_of_the_table_no_process_is_started(
     ],
 )
 def test_what_became_of_an_argument_of_trl(key: str, stage: str, sentence: str) -> None:
-    (change, *_) = history.changes_of_argument(key, f"trl/scripts/{stage}.py")
-    assert history.sentence(change).startswith(sentence)
+    (change, *_) = history.find_changes(key, f"trl/scripts/{stage}.py")
+    assert history.describe_event(change).startswith(sentence)
 
 
 @pytest.mark.parametrize("key", ["", "use_flash", ".*", "-S--foo"])
 def test_what_never_was_an_argument_has_no_history(key: str) -> None:
-    assert history.changes_of_argument(key, SFT) == ()
+    assert history.find_changes(key, SFT) == ()
 
 
 def test_an_unknown_script_has_no_history() -> None:
-    assert history.changes_of_argument("use_flash_attn", "elsewhere/train.py") == ()
+    assert history.find_changes("use_flash_attn", "elsewhere/train.py") == ()
 
 
 @pytest.mark.parametrize(
@@ -130,9 +128,9 @@ def test_an_unknown_script_has_no_history() -> None:
 )
 def test_what_an_argument_is_called_now(key: str, name: str | None) -> None:
     def past(key: str) -> tuple[ArgumentChange, ...]:
-        return history.changes_of_argument(key, DPO)
+        return history.find_changes(key, DPO)
 
-    assert history.called_now(past(key)[0], past, ["mixer_list"]) == name
+    assert history.find_present_name(past(key)[0], past, ["mixer_list"]) == name
 
 
 RATE = "lr: float = 1.0"
@@ -158,7 +156,7 @@ def test_arguments_that_are_removed_renamed_and_moved(repo: Checkout) -> None:
     assert added.what == "added"
     assert (removed.owner, removed.pull) == ("FlatArguments", 8)
     assert (removed.file, removed.line) == (SFT, 5)
-    assert history.sentence(removed) == f"removed by #8 ({removed.commit[:9]}, 2031-01-03)"
+    assert history.describe_event(removed) == f"removed by #8 ({removed.commit[:9]}, 2031-01-03)"
 
 
 def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_path: Path) -> None:
@@ -170,13 +168,13 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     shallow = Checkout(folder, repo.commits)
 
     assert shallow.last_change("count") == "added in commit 2"
-    assert shallow.changes_of("lr") == history.changes_of_argument("lr", SFT)
+    assert shallow.changes_of("lr") == history.find_changes("lr", SFT)
 
 
 def test_without_a_history_the_table_answers(
     repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = history.changes_of_argument("use_flash_attn", SFT)
+    table = history.find_changes("use_flash_attn", SFT)
     assert repo.changes_of("use_flash_attn") == table
 
     repo.commit("Unrelated", {"README": "x"})
@@ -184,7 +182,7 @@ def test_without_a_history_the_table_answers(
         assert repo.changes_of("use_flash_attn", head) == table
 
     missing = Repository(tmp_path / "missing")
-    assert history.changes_of_argument("use_flash_attn", SFT, missing) == table
+    assert history.find_changes("use_flash_attn", SFT, missing) == table
 
     # no git
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -199,7 +197,7 @@ def test_git_finds_what_the_table_holds(checkout: Path) -> None:
         pytest.skip("the checkout has no history")
     missed = set()
     count = 0
-    for change in history.events(DPO):
+    for change in history.load_events(DPO):
         if change.date <= "2026-01-14" or not change.gone:
             continue
         count += 1

@@ -70,12 +70,12 @@ def _nothing_found(monkeypatch: Environment, tmp_path: Path) -> None:
 
 def pin_to(root: Path, monkeypatch: Environment) -> None:
     """Make the files of a checkout the pinned ones."""
-    facts = dict(locate.snapshot("open_instruct"))
+    facts = dict(locate.load_snapshot("open_instruct"))
     facts["files"] = {}
     for path in root.rglob("*.py"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         facts["files"][path.relative_to(root).as_posix()] = digest
-    monkeypatch.setattr(locate, "snapshot", lambda backend: facts)
+    monkeypatch.setattr(locate, "load_snapshot", lambda backend: facts)
 
 
 def test_without_a_checkout_the_committed_snapshot_is_used() -> None:
@@ -158,7 +158,7 @@ def test_files_that_equal_those_of_the_snapshot_are_the_pin(
     pin_to(root, monkeypatch)
     source = locate.locate("open_instruct", checkout=root)
     assert source.pinned
-    assert locate.unpinned(source, where_found="error", allowed=False) is None
+    assert locate.report_unpinned(source, where_found="error", allowed=False) is None
 
     (root / "open_instruct" / "finetune.py").write_text(f"{FINETUNE}\n# edited\n")
     source = locate.locate("open_instruct", checkout=root)
@@ -187,7 +187,7 @@ def finding_about(
         version=version,
         changed=("open_instruct/finetune.py",),
     )
-    finding = locate.unpinned(source, where_found=where_found, allowed=allowed)
+    finding = locate.report_unpinned(source, where_found=where_found, allowed=allowed)
     assert finding is not None
     assert finding.code == "unpinned-checkout"
     return finding
@@ -228,7 +228,7 @@ def test_another_release_of_trl_is_read_and_noted() -> None:
         version="trl 2",
         changed=("trl/x.py",),
     )
-    finding = locate.unpinned(source, where_found="error", allowed=False)
+    finding = locate.report_unpinned(source, where_found="error", allowed=False)
     assert finding is not None
     assert (finding.severity, finding.code) == ("note", "other-version")
 
@@ -281,7 +281,7 @@ def test_a_snapshot_is_what_its_commit_gives(commit: str, root: Path) -> None:
     if find_package("olmo_core") is None:
         pytest.skip(NO_PACKAGES)
     facts = json.loads(json.dumps(snapshot.take("open_instruct", root)))
-    assert facts == locate.known_facts("open_instruct", commit), "make snapshot"
+    assert facts == locate.load_known_facts("open_instruct", commit), "make snapshot"
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_the_snapshot_is_what_the_pinned_packages_give() -> None:
     if source.root is None or not source.pinned:
         pytest.skip(f"{NO_PACKAGES}: {source.pin}")
     facts = json.loads(json.dumps(snapshot.take("trl")))
-    assert facts == locate.snapshot("trl"), "make snapshot"
+    assert facts == locate.load_snapshot("trl"), "make snapshot"
 
 
 def test_the_commit_of_a_checkout_decides_which_facts_are_used(

@@ -253,17 +253,17 @@ def test_a_class_that_the_parser_gets_from_another_module(tmp_path: Path) -> Non
     sources = package(
         tmp_path, {"main.py": "import pkg.options\nP = HfArgumentParser((pkg.options.Options,))\n"}
     )
-    assert reads.entry_classes(sources, "pkg/main.py") == [("pkg.options", "Options")]
+    assert reads.find_entry_classes(sources, "pkg/main.py") == [("pkg.options", "Options")]
 
 
 def test_a_missing_script_or_parser_is_an_error(tmp_path: Path) -> None:
     sources = package(tmp_path, {"main.py": "x = 1\n"})
     with pytest.raises(LookupError, match="no pkg/other"):
-        reads.entry_classes(sources, "pkg/other.py")
+        reads.find_entry_classes(sources, "pkg/other.py")
     with pytest.raises(LookupError, match="no dataclasses"):
-        reads.entry_classes(sources, "pkg/main.py")
+        reads.find_entry_classes(sources, "pkg/main.py")
     with pytest.raises(LookupError):
-        reads.find(sources, "pkg/other.py", [], [])
+        reads.read_path(sources, "pkg/other.py", [], [])
 
 
 NOT_READ = {
@@ -625,9 +625,9 @@ if __name__ == "__main__":
     args, = parser.parse_args_into_dataclasses()
 """
     sources = package(tmp_path, {"main.py": start})
-    classes = reads.entry_classes(sources, "pkg/main.py")
+    classes = reads.find_entry_classes(sources, "pkg/main.py")
     declared = read_fields(sources, classes, {})
-    fields = reads.with_own_defaults(sources, "pkg/main.py", declared)
+    fields = reads.apply_own_defaults(sources, "pkg/main.py", declared)
 
     changed = {}
     for name, field in fields.items():

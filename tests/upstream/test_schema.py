@@ -13,10 +13,10 @@ from launcher.upstream.schema import (
     OptionString,
     Schema,
     Values,
-    field_as_json,
-    field_from_json,
-    json_fault,
-    text,
+    find_json_fault,
+    parse_field,
+    render_field,
+    spell_value,
 )
 
 FIELDS = (
@@ -93,7 +93,7 @@ def test_the_words_of_a_value(name: str, value: Any, words: list[str]) -> None:
 
 
 def test_text_is_ascii() -> None:
-    assert text({"ü": 1}) == '{"\\u00fc": 1}'
+    assert spell_value({"ü": 1}) == '{"\\u00fc": 1}'
 
 
 def test_a_nullable_field_takes_the_word_none() -> None:
@@ -157,16 +157,16 @@ def test_values_know_which_of_them_were_given() -> None:
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_a_field_survives_json(field: Field) -> None:
-    assert field_from_json(field_as_json(field)) == field
+    assert parse_field(render_field(field)) == field
 
 
 @pytest.mark.parametrize("value", ["{}", '{"a": {"b": "1.5", "c": "true"}}', "path.json", None])
 def test_json_that_upstream_reads(value: str | None) -> None:
-    assert json_fault(value) is None
+    assert find_json_fault(value) is None
 
 
 @pytest.mark.parametrize(
     "value", ["{", '{"a": "²"}', '{"a": {"b": "1.²"}}', "{" + '"a": {' * 100_000]
 )
 def test_json_that_upstream_cannot_read(value: str) -> None:
-    assert json_fault(value) is not None
+    assert find_json_fault(value) is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher.verdict.check import Point, Verdict, expected_by_log, judge_evidence
+from launcher.verdict.check import Point, Verdict, expect_by_log, judge_evidence
 from launcher.verdict.evidence import read_log, read_run
 
 Event = dict[str, Any]
@@ -109,7 +109,7 @@ def verdict_of_log(
     path.write_text(content)
     evidence = read_log(path)
     if expected is None:
-        expected = expected_by_log(evidence)
+        expected = expect_by_log(evidence)
     return judge_evidence(None, expected, evidence)
 
 

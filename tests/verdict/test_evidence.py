@@ -10,7 +10,7 @@ from conftest import DATA
 from judged_runs import Event
 
 from launcher.verdict.evidence import Evidence, read_log, read_run
-from launcher.verdict.metrics import compute_metrics, memory_phases
+from launcher.verdict.metrics import compute_metrics, find_memory_phases
 
 LOGS = DATA / "logs"
 
@@ -212,5 +212,5 @@ def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     memory = {"event": "memory", "phase": "optimizer", "step": 1}
     write_rank(tmp_path, 0, {**memory, "peak_allocated_gib": 3.0}, step(1), world=2)
     write_rank(tmp_path, 1, {**memory, "peak_allocated_gib": 5.0}, step(1), world=2)
-    phases = memory_phases(read_run(tmp_path))
+    phases = find_memory_phases(read_run(tmp_path))
     assert phases == {"optimizer": {"peak_allocated_gib": 5.0}}

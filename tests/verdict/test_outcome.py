@@ -22,7 +22,7 @@ from recorded_events import read_events
 from repeated import TRL, Make, codes
 
 from launcher import files
-from launcher.artifacts.fingerprint import of_data, of_model
+from launcher.artifacts.fingerprint import fingerprint_data, fingerprint_model
 from launcher.cache import inputs
 from launcher.lifecycle import start
 from launcher.machine import process as machine_process
@@ -302,7 +302,7 @@ class Inputs:
         self.data.write_text("one\n")
         saved.model(self.model)
         self.digest = self.digest_of_data()
-        model = of_model(str(self.model))
+        model = fingerprint_model(str(self.model))
         self.before: list[dict[str, Any]] = [
             {
                 "role": "data", "name": str(self.data), "digest": self.digest,
@@ -316,11 +316,11 @@ class Inputs:
         run.log(sft(5)).rank(0, *steps(5), END)
 
     def digest_of_data(self) -> str:
-        return of_data(str(self.data)).digest
+        return fingerprint_data(str(self.data)).digest
 
     def point(self) -> Point:
         """Compare again, and judge."""
-        changed = inputs.changed(self.before, self.folder)
+        changed = inputs.find_changes(self.before, self.folder)
         files.write_json(RunFolder(self.run.folder).inputs(1), {"changed": changed})
         return judged(self.run.folder).point("inputs")
 

@@ -93,7 +93,7 @@ def finish_point(state: str, **detail: Any) -> dict[str, Any]:
 
 
 def cause_of(*points: dict[str, Any]) -> summary.Cause:
-    cause = summary.cause({"status": "fail", "points": list(points)})
+    cause = summary.find_cause({"status": "fail", "points": list(points)})
     assert cause is not None
     return cause
 
@@ -147,12 +147,12 @@ def test_a_text_that_is_no_log_has_no_verdict(
     ],
 )
 def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
-    points = summary.points(verdict)
-    has_cause = summary.cause(verdict) is not None
-    assert summary.outcome(verdict) == str(verdict.get("status"))
+    points = summary.list_points(verdict)
+    has_cause = summary.find_cause(verdict) is not None
+    assert summary.describe_outcome(verdict) == str(verdict.get("status"))
     assert has_cause is bool(points)
     for point in points:
-        assert summary.sentence(point) is None
+        assert summary.describe_point(point) is None
 
 
 def _record_rungs(runs: list[dict[str, str]]) -> dict[str, Any]:

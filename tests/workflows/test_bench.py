@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, started
-from fake_world import World, needs_trl, until
+from fake_world import World, needs_trl, wait_until
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
@@ -29,7 +29,7 @@ pytestmark = needs_trl
 
 def combine(*vary: str, variant: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """The overrides of each variant, by its name."""
-    combinations = variants.combinations(vary, variant)
+    combinations = variants.combine_variants(vary, variant)
     return {each.name: each.overrides for each in combinations}
 
 
@@ -83,21 +83,21 @@ def test_a_comparison_that_makes_no_sense_is_refused(
     vary: list[str], variant: list[str], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        variants.combinations(vary, variant)
+        variants.combine_variants(vary, variant)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h30m", 5400), ("0.5", 0.5)]
 )
 def test_a_duration(text: str, seconds: float) -> None:
-    assert durations.seconds(text) == seconds
+    assert durations.parse_seconds(text) == seconds
 
 
 # no timer takes the last one
 @pytest.mark.parametrize("text", ["", "0", "ten", "1d", "-5", "99999999999"])
 def test_a_text_that_is_no_duration(text: str) -> None:
     with pytest.raises(UsageError):
-        durations.seconds(text)
+        durations.parse_seconds(text)
 
 
 def sample(
@@ -405,7 +405,7 @@ def test_what_a_killed_command_left_is_ended_and_what_it_measured_is_kept(
 ) -> None:
     words = command(world, *RATES, *ONCE, *JSON)
     running = world.started(*words, env={"SCENES": json.dumps({"rate=0.2": {"sleep": 600}})})
-    until(lambda: len(started(world, "rate")) == 2)
+    wait_until(lambda: len(started(world, "rate")) == 2)
     running.send_signal(signal.SIGKILL)
     running.communicate(timeout=PATIENCE_S)
 
@@ -420,9 +420,9 @@ def test_a_full_disk_is_not_the_settings_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fill_the_disk(*_words: Any, **_more: Any) -> Any:
-        raise rundir.not_writable(tmp_path, "No space left on device")
+        raise rundir.make_not_writable(tmp_path, "No space left on device")
 
-    monkeypatch.setattr(measure, "short", fill_the_disk)
+    monkeypatch.setattr(measure, "shorten_run", fill_the_disk)
     facts: Any = None
     with pytest.raises(NotReady):
         measure.measure(facts, Variant("a"), steps=5, root=tmp_path, timeout_s=None)
@@ -435,7 +435,7 @@ def plan(
     variant: Sequence[str] = (),
     scope: Scope = Scope.PLAN,
 ) -> bench.Bench:
-    compared = tuple(variants.combinations(vary, variant))
+    compared = tuple(variants.combine_variants(vary, variant))
     unplanned = bench.Bench(request=request, variants=compared, steps=5, repeats=1)
     return bench.plan(unplanned, scope)
 

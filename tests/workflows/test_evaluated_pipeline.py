@@ -13,7 +13,7 @@ from chained import finished as finished  # a fixture
 from chained import finished_copy as finished_copy  # a fixture
 from chained import world as world  # a fixture
 from conftest import PATIENCE_S, SUPPORT
-from fake_world import needs_trl, until
+from fake_world import needs_trl, wait_until
 from parsed_answers import parse_answer
 
 from launcher.cli import main
@@ -221,7 +221,7 @@ def test_what_a_killed_pipeline_left_evaluating_is_ended_by_the_next(finished: C
 
     second = finished.started(*finished.words(), start_new_session=True)
     finished.pid("evaluation")
-    until(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
     go.touch()
     _, err = second.communicate(timeout=PATIENCE_S)
 

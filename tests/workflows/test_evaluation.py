@@ -195,18 +195,18 @@ def test_the_newest_file_of_this_evaluation_is_read(tmp_path: Path) -> None:
     old = folder / "model" / "results_2026-01-01T00-00-00.json"
     old.write_text("{}")
     place = MetricsPlace.of("**/results_*.json", folder, {})
-    before = scores.snapshot(place)
+    before = scores.take_snapshot(place)
     with pytest.raises(UnreadableScores, match="of an earlier evaluation"):
-        scores.written_since(before, place)
+        scores.find_written_since(before, place)
 
     new = old.with_name("results_2026-01-02T00-00-00.json")
     new.write_text("{}")
     os.utime(new, (1, 1))
-    assert scores.written_since(before, place) == new
+    assert scores.find_written_since(before, place) == new
 
     old.write_text("{ }")
-    assert scores.written_since(before, place) == old
+    assert scores.find_written_since(before, place) == old
 
     absent = MetricsPlace.of("gone.json", folder, {})
     with pytest.raises(UnreadableScores, match="wrote no"):
-        scores.written_since(before, absent)
+        scores.find_written_since(before, absent)

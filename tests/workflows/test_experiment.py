@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
-from fake_world import World, made, needs_trl
+from fake_world import World, needs_trl, open_world
 
 from launcher import files
 from launcher.errors import Exit, NotReady, not_ready
@@ -102,7 +102,7 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(campaign: Campaign) 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with made(tmp_path / "world") as world:
+    with open_world(tmp_path / "world") as world:
         world.enter(monkeypatch)
         yield world
 
@@ -127,14 +127,14 @@ def plan(request: Request) -> Prepared:
 
 
 def run(request: Request, timeout_s: float | None = None) -> Outcome:
-    return experiment.of_prepared(plan(request), timeout_s=timeout_s)
+    return experiment.run_prepared(plan(request), timeout_s=timeout_s)
 
 
 def test_a_run_lies_below_the_folder_that_several_share(world: World, ask: Ask) -> None:
     shared = rundir.make_folder(world.runs, "ladder", "a b/c")
     outcome = run(replace(ask("print=2"), runs=shared))
     assert outcome.run.path.parent == shared
-    assert outcome.run in rundir.known_runs()
+    assert outcome.run in rundir.list_known_runs()
     # it ended well and trained nothing, which proves nothing
     assert outcome.exit is Exit.VERDICT
     assert outcome.verdict.status != "pass"
@@ -155,7 +155,7 @@ def test_nothing_is_on_disk_before_a_run_begins_or_after_it_is_refused(
     assert not world.runs.exists()
     monkeypatch.setattr(supervisor, "spawn", refuse)
     with pytest.raises(NotReady):
-        experiment.of_prepared(prepared)
+        experiment.run_prepared(prepared)
     assert not list(world.runs.iterdir())
 
 
@@ -163,7 +163,7 @@ def test_two_starts_that_planned_the_same_folder_get_one_each(world: World, ask:
     request = ask("print=2", output_dir=None)
     first = plan(request)
     second = plan(request).in_folder(first.folder)
-    folders = [experiment.of_prepared(prepared).run for prepared in (first, second)]
+    folders = [experiment.run_prepared(prepared).run for prepared in (first, second)]
     assert folders[1].path.name == f"{folders[0].path.name}-2"
     for folder in folders:
         attempt = json.loads(folder.start.read_text())

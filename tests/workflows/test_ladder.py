@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, shaped, started
-from fake_world import World, needs_trl, until
+from fake_world import World, needs_trl, wait_until
 
 from launcher import files
 from launcher.errors import Exit
@@ -100,7 +100,7 @@ def metrics_of(rung: Rung, step: int) -> Mapping[str, object]:
 @pytest.fixture
 def rungs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Rungs:
     rungs = Rungs(capsys)
-    monkeypatch.setattr(experiment, "of_prepared", rungs.of_prepared)
+    monkeypatch.setattr(experiment, "run_prepared", rungs.of_prepared)
     return rungs
 
 
@@ -271,9 +271,9 @@ def test_steps_of_packed_rows_are_not_guessed(world: World, rungs: Rungs) -> Non
 
 
 def test_a_step_that_was_held_up_does_not_count() -> None:
-    assert ladder.usual_step([]) is None
-    assert ladder.usual_step([1.0, 1.0, 2.0, 2.0]) == 1.5
-    assert ladder.usual_step([1.0] * 9 + [30.0]) == 1.0
+    assert ladder.compute_usual_step([]) is None
+    assert ladder.compute_usual_step([1.0, 1.0, 2.0, 2.0]) == 1.5
+    assert ladder.compute_usual_step([1.0] * 9 + [30.0]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -311,14 +311,14 @@ def start(world: World, *words: str, second_rung: Mapping[str, object]) -> Any:
 @pytest.mark.slow
 def test_a_ladder_is_interrupted_and_killed_and_continues(world: World) -> None:
     running = start(world, second_rung={"sleep": 600})
-    until(lambda: started(world, "world") == ["1", "2"])
+    wait_until(lambda: started(world, "world") == ["1", "2"])
     # another command may not climb at the same time
     other = world.launch(*command(world, "--gpus", "1,2"))
     assert other.returncode == 5
     assert "under-way" in other.stderr
 
     # the trainer of the first rung has ended
-    until(lambda: Path("/proc", str(world.pid("trainer"))).exists())
+    wait_until(lambda: Path("/proc", str(world.pid("trainer"))).exists())
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
@@ -334,7 +334,7 @@ def test_a_ladder_is_interrupted_and_killed_and_continues(world: World) -> None:
 
     # the terminal may close
     running = start(world, *JSON, second_rung={"fall": 0.3, "sleep": 1})
-    until(lambda: len(started(world, "world")) == 4)
+    wait_until(lambda: len(started(world, "world")) == 4)
     for _ in range(5):
         running.send_signal(signal.SIGHUP)
         time.sleep(0.05)

@@ -8,7 +8,7 @@ from conftest import Write
 from fake_world import needs_trl
 
 from launcher.config import load
-from launcher.errors import errors
+from launcher.errors import select_errors
 from launcher.stage import stage
 from launcher.workflows.tune.space import Space
 
@@ -106,7 +106,7 @@ def test_every_value_is_one_that_upstream_takes(path: str, overrides: str, gpus:
                 continue
             words = (*overrides.split(), *space.overrides(settings))
             judged = stage.judge_stage_file(load.load(tuned.REPOSITORY / "configs" / path, words))
-            assert not errors(judged.findings), settings
+            assert not select_errors(judged.findings), settings
             assert space.planned(settings).global_batch == total
             if lever.name != "packing":
                 assert total == space.plan.global_batch

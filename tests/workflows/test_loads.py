@@ -35,7 +35,7 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         overrides = options.get("overrides", ())
         if overrides:
             facts = facts.with_overrides(*overrides)
-        trial = measure.short(facts, steps, folder, options.get("batch"), runs=root)
+        trial = measure.shorten_run(facts, steps, folder, options.get("batch"), runs=root)
         prepare.complete(trial.look_again())
         return Sample(
             variant=variant.name,
@@ -46,7 +46,7 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
             curve=(CurveStep(400.0, 400.0, 2.0),) * 3,
         )
 
-    monkeypatch.setattr(experiment, "of_prepared", lambda prepared, **_: prepared)
+    monkeypatch.setattr(experiment, "run_prepared", lambda prepared, **_: prepared)
     monkeypatch.setattr(measure, "measure", measure_nothing)
     return Here(capsys)
 
@@ -185,7 +185,7 @@ def test_the_first_stage_of_a_pipeline_starts_as_it_was_judged(
         assert not prepared.folder.path.exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(experiment, "of_prepared", begin)
+    monkeypatch.setattr(experiment, "run_prepared", begin)
     options = ["--gpus", "0", "--no-rehearse", "--python", str(world.root / "python")]
 
     here.launch("pipeline", write_pipeline(world), *options)

@@ -15,7 +15,7 @@ from chained import finished as finished  # a fixture
 from chained import finished_copy as finished_copy  # a fixture
 from chained import world as world  # a fixture
 from conftest import PATIENCE_S
-from fake_world import needs_trl, until
+from fake_world import needs_trl, wait_until
 from loads import counted
 from parsed_answers import parse_answer
 
@@ -385,10 +385,10 @@ def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
     world.pid("leader")
 
     def recorded_processes() -> list[RunFolder]:
-        return [run for run in rundir.newest_first(world.runs) if run.process.exists()]
+        return [run for run in rundir.list_newest_first(world.runs) if run.process.exists()]
 
     # of the stage that is over, and of this one
-    until(lambda: len(recorded_processes()) == 2)
+    wait_until(lambda: len(recorded_processes()) == 2)
 
     os.kill(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=PATIENCE_S)
@@ -414,7 +414,7 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     second = world.started(*world.words(), bufsize=0)
     output = second.stdout
     assert output is not None
-    until(lambda: b"second is being trained" in output.readline())
+    wait_until(lambda: b"second is being trained" in output.readline())
     go.write_text("")
     _, err = second.communicate(timeout=PATIENCE_S)
 
@@ -444,7 +444,7 @@ def test_it_goes_on_without_the_terminal(finished: Chained) -> None:
     assert done.returncode == 0
     assert data.session is None
     note = finished.root / "told"
-    until(lambda: note.exists() and note.read_text() != "")
+    wait_until(lambda: note.exists() and note.read_text() != "")
     assert note.read_text() == "pipeline 0 pass\n"
     assert "pipeline: " in Path(data.log).read_text()
     assert finished.trained() == "third"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY, STAND_INS
-from fake_world import until
+from fake_world import wait_until
 from parsed_answers import parse_answer
 from real_training import CONFIGS, needs_open_instruct, needs_packages
 
@@ -149,7 +149,7 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
 
     # Ctrl-C in the middle of it
     stopped = start()
-    until(lambda: list(logs.glob("*/console.log")))
+    wait_until(lambda: list(logs.glob("*/console.log")))
     stopped.send_signal(signal.SIGINT)
     stopped.communicate(timeout=PATIENCE_S)
     assert stopped.returncode == Exit.INTERRUPTED
@@ -270,36 +270,36 @@ def cache(project: Path, checkout: Path) -> Path:
 def test_a_set_made_otherwise_is_no_hit(word: str, cache: Path, project: Path) -> None:
     shutil.copytree(project / "build/demo/model", project / "build/demo/tokenizer")
     plan = plan_of(SFT)
-    entry = write_entry(cache, entries.key(plan))
+    entry = write_entry(cache, entries.compute_key(plan))
 
-    assert entries.hit(cache, plan) == entry
+    assert entries.find_entry(cache, plan) == entry
     # what upstream's key does not hold changes nothing
-    assert entries.hit(cache, plan_of(SFT, "learning_rate=1e-6", "seed=7")) == entry
-    assert entries.hit(cache, plan_of(SFT, word)) is None
+    assert entries.find_entry(cache, plan_of(SFT, "learning_rate=1e-6", "seed=7")) == entry
+    assert entries.find_entry(cache, plan_of(SFT, word)) is None
 
 
 def test_a_set_made_before_the_download_is_no_hit(cache: Path, project: Path) -> None:
     """Upstream's key holds the tokenizer's files as the hub's cache has them, and the data's."""
     words = ("model_name_or_path=acme/tiny", "dataset_mixer_list=[acme/chats, '1.0']")
-    before = entries.key(plan_of(SFT, *words))
+    before = entries.compute_key(plan_of(SFT, *words))
     assert before.tokenizer["tokenizer_files_hash"][1] == "tokenizer.json not found"
     assert before.data[0]["dataset_commit_hash"] is None
     write_entry(cache, before)
-    assert entries.hit(cache, plan_of(SFT, *words)) is not None
+    assert entries.find_entry(cache, plan_of(SFT, *words)) is not None
 
     snapshot = write_to_hub(project, "acme/tiny")
     after = plan_of(SFT, *words)
     content = (snapshot / "tokenizer.json").read_bytes()
-    hashes = entries.key(after).tokenizer["tokenizer_files_hash"]
+    hashes = entries.compute_key(after).tokenizer["tokenizer_files_hash"]
     assert hashes[1] == hashlib.sha256(content).hexdigest()
-    assert entries.hit(cache, after) is None
+    assert entries.find_entry(cache, after) is None
 
 
 def test_a_set_on_the_hub_is_known_by_its_commit_once_its_card_is_here(
     project: Path, checkout: Path
 ) -> None:
     def commit() -> str | None:
-        key = entries.key(plan_of(SFT, "dataset_mixer_list=[acme/chats, '1.0']"))
+        key = entries.compute_key(plan_of(SFT, "dataset_mixer_list=[acme/chats, '1.0']"))
         hash: str | None = key.data[0]["dataset_commit_hash"]
         return hash
 
@@ -314,11 +314,11 @@ def test_a_set_on_the_hub_is_known_by_its_commit_once_its_card_is_here(
 
 
 def test_what_a_plan_reads(project: Path) -> None:
-    parts = hub.required_parts(plan_of(SFT, "tokenizer_name_or_path=acme/words"))
+    parts = hub.list_required_parts(plan_of(SFT, "tokenizer_name_or_path=acme/words"))
     assert [(part.role, part.name) for part in parts] == [
         ("whole", "build/demo/model"),
         ("tokenizer", "acme/words"),
         ("card", "build/demo/data/sft/train.jsonl"),
     ]
-    parts = hub.required_parts(plan_of("sft.yaml", "model_revision=v2"))
+    parts = hub.list_required_parts(plan_of("sft.yaml", "model_revision=v2"))
     assert [(part.role, part.revision) for part in parts] == [("model", "v2"), ("data", None)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from fake_world import bearing, until
+from fake_world import find_processes, wait_until
 from small_stages import copy_server
 
 from launcher.errors import NotReady
@@ -73,7 +73,7 @@ def test_however_a_script_ends_there_is_one_response_to_it(trainer: Trainer) -> 
     with Server(trainer, "made", "sft", None) as server:
         responses = server.ask(*map(code_request, endings), limit_s=1)
         (trained,) = server.ask(code_request("response.phase = 'train'"))
-        crashes = [ask.crash(response, server.log(response)) for response in responses[:3]]
+        crashes = [ask.describe_crash(response, server.log(response)) for response in responses[:3]]
 
     hung, _, _, full = responses
     assert hung.hung
@@ -138,10 +138,10 @@ def test_each_entry_script_describes_its_rehearsal_or_has_none(
         stage = importlib.import_module(f"inside.{backend}_stage")
         adapters = ("", *getattr(stage, "ADAPTERS", ()))
         for key, entry in BACKENDS[backend].STAGES.items():
-            facts = ask.script_facts(backend, key)
+            facts = ask.find_script_facts(backend, key)
             assert (facts is None) == (entry.rehearsal is None)
             assert facts is None or facts.adapts in adapters
-        assert ask.script_facts(backend, "reward") is None
+        assert ask.find_script_facts(backend, "reward") is None
 
 
 REHEARSE = """
@@ -175,14 +175,14 @@ def test_whatever_ends_a_rehearsal_nothing_of_it_is_left(
     environ = {**os.environ, "REHEARSAL_TEST": str(temporary)}
     command = [sys.executable, "-c", REHEARSE, str(ask.SERVER), code]
     running = subprocess.Popen(command, env=environ, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-    until(lambda: list(temporary.glob("launch-rehearsal-*/*.log")))
-    until(lambda: len(bearing("REHEARSAL_TEST", temporary)) >= processes)
+    wait_until(lambda: list(temporary.glob("launch-rehearsal-*/*.log")))
+    wait_until(lambda: len(find_processes("REHEARSAL_TEST", temporary)) >= processes)
 
     running.send_signal(number)
     running.wait(timeout=60)
 
-    until(lambda: not list(temporary.iterdir()))
-    until(lambda: not bearing("REHEARSAL_TEST", temporary))
+    wait_until(lambda: not list(temporary.iterdir()))
+    wait_until(lambda: not find_processes("REHEARSAL_TEST", temporary))
 
 
 def test_a_python_without_the_packages_is_not_ready(stage_module: Path, trainer: Trainer) -> None:

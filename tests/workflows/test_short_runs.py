@@ -10,11 +10,11 @@ import yaml
 from conftest import STAGE_FILES
 
 from launcher.config import load
-from launcher.errors import errors
+from launcher.errors import select_errors
 from launcher.plan import plan
 from launcher.stage import stage
 from launcher.stage.stage import Stage
-from launcher.workflows.ladder.short import rows_needed, short_findings, short_overrides
+from launcher.workflows.ladder.short import check_short_run, count_needed_rows, list_short_overrides
 
 Args = Mapping[str, object]
 OUTPUT = Path("/somewhere/a folder")
@@ -43,8 +43,8 @@ def write_stage(folder: Path, args: Args, **options: object) -> Path:
 def shorten(path: Path, steps: int = STEPS, batch: int | None = None) -> Mapping[str, Any]:
     """The values of the same stage, shortened."""
     full = judge(path)
-    short = judge(path, short_overrides(full, steps=steps, output=OUTPUT, batch=batch))
-    assert not errors(short.findings)
+    short = judge(path, list_short_overrides(full, steps=steps, output=OUTPUT, batch=batch))
+    assert not select_errors(short.findings)
     assert short.values[full.entry.names.max_steps] == steps
     assert short.values[full.entry.names.logging_steps] == 1
     assert Path(short.values["output_dir"]) == OUTPUT
@@ -55,11 +55,11 @@ def shorten(path: Path, steps: int = STEPS, batch: int | None = None) -> Mapping
 @pytest.mark.parametrize("path", STAGE_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_config_that_ships_can_be_shortened(path: Path) -> None:
     full = judge(path)
-    short = judge(path, short_overrides(full, steps=STEPS, output=OUTPUT))
-    assert not errors(short.findings)
+    short = judge(path, list_short_overrides(full, steps=STEPS, output=OUTPUT))
+    assert not select_errors(short.findings)
     planned = plan.make(short, gpus=8 if full.options.deepspeed else 1)
     assert planned.steps == STEPS
-    output = plan.output_folder(planned)
+    output = plan.find_output_folder(planned)
     assert output is not None
     assert output.is_relative_to(OUTPUT)
     # what the short run is measured for stays as it is
@@ -79,7 +79,7 @@ def test_every_config_that_ships_can_be_shortened(path: Path) -> None:
 def test_the_other_shapes_of_files(tmp_path: Path, content: Args) -> None:
     path = tmp_path / "stage.yaml"
     path.write_text(yaml.safe_dump(dict(content)))
-    words = short_overrides(judge(path), steps=STEPS, output=OUTPUT, batch=8)
+    words = list_short_overrides(judge(path), steps=STEPS, output=OUTPUT, batch=8)
     short = judge(path, (*words, "name=short", "on_hang=stop", "deepspeed=none"))
     assert short.values["max_train_steps"] == STEPS
     assert short.values["dataset_mixer_list"] == ["a/b", "208"]
@@ -174,10 +174,10 @@ def test_the_rows_that_so_many_steps_need(tmp_path: Path) -> None:
     args = {**SFT, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     full = judge(write_stage(tmp_path, args))
     # a quarter more, and one batch; for eight devices where their number is unknown
-    assert rows_needed(full, 10) == 10 * 64 * 1.25 + 64
-    assert rows_needed(full, 10, 8) == 108
+    assert count_needed_rows(full, 10) == 10 * 64 * 1.25 + 64
+    assert count_needed_rows(full, 10, 8) == 108
     with_batch = judge(write_stage(tmp_path, SFT, batch={"global": 16}))
-    assert rows_needed(with_batch, 10) == 216
+    assert count_needed_rows(with_batch, 10) == 216
 
 
 def test_a_step_of_olmo_core_counts_packed_rows(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_step_of_olmo_core_counts_packed_rows(tmp_path: Path) -> None:
     }
     path = write_stage(tmp_path, args, batch={"global": 16}, script="sft_olmo_core")
     # 8 samples of 64 tokens fill a row of 512
-    assert rows_needed(judge(path), 10) == 8 * 216
+    assert count_needed_rows(judge(path), 10) == 8 * 216
 
 
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -233,6 +233,6 @@ def test_the_slice_of_a_mixture(
 def test_what_cannot_be_cut_is_a_note(
     tmp_path: Path, args: Args, options: Args, codes: set[str]
 ) -> None:
-    findings = short_findings(judge(write_stage(tmp_path, args, **options)), STEPS)
+    findings = check_short_run(judge(write_stage(tmp_path, args, **options)), STEPS)
     assert {finding.severity for finding in findings} == {"note"}
     assert {finding.code for finding in findings} == codes

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.workflows.bench.comparison import SPEED, Sample, speed_test
-from launcher.workflows.bench.significance import ERROR, chance
+from launcher.workflows.bench.comparison import SPEED, Sample, test_speed
+from launcher.workflows.bench.significance import ERROR, compute_chance
 
 STEPS = 16
 seconds_of_runs = st.lists(
@@ -27,7 +27,7 @@ def test_at_most_one_deal_of_the_same_runs_in_twenty_is_called_faster(
     for deal in deals:
         dealt = [runs[number] for number in deal]
         others = [runs[number] for number in range(6) if number not in deal]
-        faster += chance(dealt, others) <= ERROR
+        faster += compute_chance(dealt, others) <= ERROR
     assert faster <= ERROR * len(deals)
 
 
@@ -45,7 +45,7 @@ def test_at_most_one_deal_of_the_same_runs_in_twenty_is_called_faster(
 def test_the_chance_of_single_figures(
     runs: Sequence[float], base: Sequence[float], expected: float
 ) -> None:
-    probability = chance([[value] for value in runs], [[value] for value in base])
+    probability = compute_chance([[value] for value in runs], [[value] for value in base])
     assert probability == pytest.approx(expected)
 
 
@@ -66,7 +66,7 @@ def as_sample(pace: Sequence[float]) -> Sample:
 def test_one_run_of_each_has_to_be_ahead_at_nearly_all_steps(
     pace: list[float], standing: str
 ) -> None:
-    test = speed_test([as_sample(pace)], [as_sample([1.0] * STEPS)])
+    test = test_speed([as_sample(pace)], [as_sample([1.0] * STEPS)])
     assert test is not None
     assert test.standing == standing
 
@@ -75,7 +75,7 @@ def test_a_burst_in_one_run_hides_nothing_and_a_stall_in_all_counts() -> None:
     base = [[1.0 + 0.001 * run] * STEPS for run in range(3)]
     fast = [[0.9 + 0.001 * run] * STEPS for run in range(3)]
     fast[1][3:9] = [2.5] * 6
-    assert chance(fast, base) == pytest.approx(1 / 20)
+    assert compute_chance(fast, base) == pytest.approx(1 / 20)
     for run in fast:
         run[5] = 4.0
-    assert chance(fast, base) > 0.5
+    assert compute_chance(fast, base) > 0.5

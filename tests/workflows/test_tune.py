@@ -19,7 +19,7 @@ from fake_world import World, needs_trl
 
 from launcher.config import load
 from launcher.config.load import Config
-from launcher.errors import errors
+from launcher.errors import select_errors
 from launcher.planning.collect import Facts
 from launcher.planning.request import Request
 from launcher.stage import stage
@@ -124,7 +124,7 @@ def tune_after(runs: Sequence[Ran]) -> tune.Tuning:
         settings = {}
         if run.rows:
             settings = {"packing": True, "per_device": run.rows}
-        candidate = tuned.one(tuning.search, **settings)
+        candidate = tuned.candidate_with(tuning.search, **settings)
         measured = sample(
             run.speed,
             run.loss,
@@ -198,7 +198,7 @@ def propose(world: Space, place: Path, overrides: Sequence[str] = (), **settings
     assert proposal.args == overridden.args
     assert options_of(proposal) == options_of(overridden)
     judged = stage.judge_stage_file(proposal)
-    assert not errors(judged.findings)
+    assert not select_errors(judged.findings)
     assert judged.options is not None
     deepspeed = world.planned(whole).stage.options.deepspeed_name
     assert judged.options.deepspeed_name.endswith(deepspeed)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import tuned
 from fake_world import needs_trl
-from tuned import A100, H200, RTX4090, Machine, ran
+from tuned import A100, H200, RTX4090, Machine, run_trial
 
-from launcher.stage.options import deepspeed_file
+from launcher.stage.options import find_deepspeed_file
 from launcher.workflows.tune.search import Search, SettingRuns, Trial
 from launcher.workflows.tune.space import Candidate, Space
 
@@ -75,7 +75,7 @@ def test_ten_trials_find_a_setting_near_the_best_of_all(
     space_of: Callable[[], Space], machine: Machine, least_share: float
 ) -> None:
     space = space_of()
-    search = tuned.searched(space, machine, noise=(0.008, -0.01, 0.004))
+    search = tuned.run_search(space, machine, noise=(0.008, -0.01, 0.004))
     assert len(search.results) <= 10
     assert tuned.reached(space, machine, search) >= least_share
     first, second, *_ = search.runs
@@ -92,13 +92,13 @@ def test_the_setting_that_one_h200_was_tuned_to_is_found_again() -> None:
     model = "model_name_or_path=Qwen/Qwen2.5-0.5B"
     plain = "use_liger_kernel=false batch.per_device=8 expect.liger=any".split()
     search = tuned.search_of(tuned.outlook(HAND, model, *plain, gpus=1, rows="301:1103"))
-    search.learn(ran(search.base, 12_963, step=128 * 301 / 12_963, peak=10.2))
+    search.learn(run_trial(search.base, 12_963, step=128 * 301 / 12_963, peak=10.2))
     second = search.propose()
     assert second is not None
     expected = {"packing": True, "per_device": 128, "checkpointing": False}
     assert expected.items() <= second.settings.items()
 
-    search.learn(ran(second, 107_532, step=128 * 301 / 107_532, peak=45.3))
+    search.learn(run_trial(second, 107_532, step=128 * 301 / 107_532, peak=45.3))
     assert best_of(search).candidate.key == second.key
 
 
@@ -110,7 +110,7 @@ def test_out_of_memory_rules_out_all_that_needs_as_much() -> None:
         if candidate.settings["checkpointing"] or (candidate.short or 0) <= 95:
             return None
         peaks.append(candidate.peak or 0)
-        return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
+        return run_trial(candidate, status="oom", seconds=40, reason="CUDA out of memory")
 
     search = fail_or_run(hand(), H200, run_out_of_memory, trials=12)
     assert peaks
@@ -122,13 +122,15 @@ def test_out_of_memory_rules_out_all_that_needs_as_much() -> None:
 def test_a_setting_without_room_for_its_longest_rows_is_not_kept() -> None:
     search = tuned.search_of(hand(), room=140.0)
     search.learn(H200.runs(hand(), search.base))
-    large = tuned.one(search, packing=True, checkpointing=False, deepspeed="zero1", per_device=16)
+    large = tuned.candidate_with(
+        search, packing=True, checkpointing=False, deepspeed="zero1", per_device=16
+    )
     assert large.peak is not None
     assert large.short is not None
     assert large.short < large.peak < 140 * 0.92
 
     # a trial sees few rows: by what share it exceeds the estimate, the longest rows do too
-    trial = search.learn(ran(large, 1e6, peak=large.short * 0.93 * 140 / large.peak))
+    trial = search.learn(run_trial(large, 1e6, peak=large.short * 0.93 * 140 / large.peak))
     assert trial.ok
     assert "not kept: with its longest rows" in trial.learned
     assert best_of(search).candidate.key == search.base.key
@@ -136,11 +138,11 @@ def test_a_setting_without_room_for_its_longest_rows_is_not_kept() -> None:
 
 def test_a_measured_peak_corrects_the_estimates_of_its_kind() -> None:
     search = tuned.search_of(hand())
-    other = tuned.one(search, per_device=32)
+    other = tuned.candidate_with(search, per_device=32)
     before = search.peak(other)
     assert before is not None
     assert search.base.short is not None
-    search.learn(ran(search.base, 1000, peak=search.base.short * 1.2))
+    search.learn(run_trial(search.base, 1000, peak=search.base.short * 1.2))
     assert search.peak(other) == pytest.approx(1.2 * before)
 
 
@@ -151,7 +153,7 @@ def test_of_several_changes_the_one_that_crashes_is_found() -> None:
         if not candidate.settings["packing"]:
             return None
         crashed.append(candidate)
-        return ran(candidate, status="crash", reason="ValueError: cannot be packed")
+        return run_trial(candidate, status="crash", reason="ValueError: cannot be packed")
 
     search = fail_or_run(hand(), H200, crash_when_packed, trials=14)
     assert 1 <= len(crashed) <= 3
@@ -166,14 +168,14 @@ def test_a_verdict_that_names_the_lever_rules_it_out_at_once() -> None:
         settings = candidate.settings
         if settings["packing"] and settings["attention"] == "flash_2":
             reason = "packing is leaking"
-            return ran(candidate, status="contract", blamed=("packing",), reason=reason)
+            return run_trial(candidate, status="contract", blamed=("packing",), reason=reason)
         return None
 
     search = fail_or_run(dpo(), A100, leak, trials=12)
     (leaking,) = [run for run in search.runs if run.status == "contract"]
     assert "not tried again" in leaking.learned
     # what leaks under one attention may not under the other
-    assert search.eligible(tuned.one(search, packing=True, attention="torch"))
+    assert search.eligible(tuned.candidate_with(search, packing=True, attention="torch"))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_a_verdict_that_names_the_lever_rules_it_out_at_once() -> None:
 )
 def test_a_file_that_does_not_train_ends_the_search(status: Any, reason: str) -> None:
     search = tuned.search_of(hand())
-    search.learn(ran(search.base, reason="so it is", status=status))
+    search.learn(run_trial(search.base, reason="so it is", status=status))
     assert search.propose(0.0) is None
     assert reason in (search.stopped or "")
 
@@ -213,7 +215,7 @@ ROWS_ON_H100 = {SFT: "303:1114", DPO: "308:1109", TRL: "303:1114"}
 def expected_seconds(folder: Path, case: Measured, card: str, rows: Mapping[str, str]) -> float:
     words = case.words.split()
     if case.zero3 is not None:
-        content = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
+        content = json.loads(find_deepspeed_file("zero3").read_text(encoding="utf-8"))
         efficient = case.zero3 == "efficient"
         content["zero_optimization"]["memory_efficient_linear"] = efficient
         path = folder / "zero3.json"
@@ -303,7 +305,7 @@ class Compared:
             assert candidate.purpose == "repeat"
             assert len(order) < 20
             order.append(keys.index(candidate.key))
-            self.search.learn(ran(candidate, speeds[order[-1]]))
+            self.search.learn(run_trial(candidate, speeds[order[-1]]))
 
     @property
     def best(self) -> int:
@@ -315,9 +317,9 @@ def compare(*speeds: float) -> Compared:
     search = tuned.search_of(hand(), threshold=10.0)
     tried = [search.base]
     for size in (16, 32)[: len(speeds) - 1]:
-        tried.append(tuned.one(search, packing=True, per_device=size))
+        tried.append(tuned.candidate_with(search, packing=True, per_device=size))
     for candidate, speed in zip(tried, speeds, strict=True):
-        search.learn(ran(candidate, speed))
+        search.learn(run_trial(candidate, speed))
     return Compared(search, tried)
 
 
@@ -353,16 +355,16 @@ def test_a_repeat_that_fails_counts_against_its_setting(
     again = compared.search.propose()
     assert again is not None
     assert again.key == compared.tried[2].key
-    compared.search.learn(ran(again, 2000, status=status, reason="not this time"))
+    compared.search.learn(run_trial(again, 2000, status=status, reason="not this time"))
     assert compared.best == best
     assert compared.repeats({0: 1000, 1: 1800, 2: 2000}) == order
 
 
 def test_only_what_ends_within_the_budget_is_repeated() -> None:
     search = tuned.search_of(hand(), threshold=10.0)
-    fast = tuned.one(search, packing=True, per_device=32)
-    search.learn(ran(search.base, 1000, step=10.0, seconds=150))
-    search.learn(ran(fast, 2000, step=5.0, seconds=90))
+    fast = tuned.candidate_with(search, packing=True, per_device=32)
+    search.learn(run_trial(search.base, 1000, step=10.0, seconds=150))
+    search.learn(run_trial(fast, 2000, step=5.0, seconds=90))
     assert search.trial_seconds(fast) == 90
     assert search.trial_seconds(search.base) > 100
     assert search.propose(89) is None
@@ -371,7 +373,7 @@ def test_only_what_ends_within_the_budget_is_repeated() -> None:
     again = search.propose(95)
     assert again is not None
     assert again.key == fast.key
-    search.learn(ran(again, 2000, step=5.0, seconds=92))
+    search.learn(run_trial(again, 2000, step=5.0, seconds=92))
     # the file's turn, for which there is no time
     assert search.propose(95) is None
     again = search.propose(200)

@@ -24,7 +24,7 @@ FAMILIES = {
 """The modules of this package, and the commands of each."""
 
 
-def app_for(name: str) -> App:
+def build_app(name: str) -> App:
     """The command line with one command, or with all of them if no family has it."""
     for family, names in FAMILIES.items():
         if name in names.split():

@@ -26,7 +26,7 @@ from launcher.cli.options import (
     answer,
     app,
     list_stage_files,
-    takes,
+    with_options,
 )
 from launcher.errors import (
     Exit,
@@ -34,12 +34,12 @@ from launcher.errors import (
     InvalidConfig,
     LaunchError,
     NotReady,
-    brief,
-    errors,
+    select_errors,
+    shorten,
     usage,
 )
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import can_be_name, exists, shipped
+from launcher.paths import can_be_name, exists, find_shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ app.add_typer(pins, name="pin")
 @app.command(
     "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
 )
-@takes("stage", "source", "strict")
+@with_options("stage", "source", "strict")
 def validate_config(
     shared: Shared,
     words: list[str] = Argument(
@@ -109,7 +109,7 @@ def validate_config(
         if judged.path in fixes:
             entry["fix"] = fixes[judged.path].as_json()
             of_file = fixes[judged.path].with_reasons(of_file)
-        if errors(of_file, strict=shared.strict):
+        if select_errors(of_file, strict=shared.strict):
             entry["valid"] = False
             code = code or Exit.CONFIG
         files.append(entry)
@@ -147,7 +147,7 @@ def _fix_file(path: Path, shared: Shared) -> Fix:
     """Apply the mechanical fixes of a file. Raises NotReady if it cannot be written."""
     from launcher.stage import fix
 
-    result = fix.of_file(path, stage_name=shared.stage, locator=shared.locator)
+    result = fix.fix_file(path, stage_name=shared.stage, locator=shared.locator)
     fix.apply(result)
     if shared.format == "text":
         for change in result.changes:
@@ -174,7 +174,7 @@ def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
             judged, trainer = collect.judge_request(shared.request(config=file.path))
             result = rehearsal.rehearse(judged, trainer, servers, say=shared.show_progress)
             facts = {**file.facts, "rehearsal": result.as_json()}
-            findings = rehearsal.combined(file.findings, result.findings)
+            findings = rehearsal.merge_findings(file.findings, result.findings)
             yield _JudgedFile(file.path, facts, findings)
 
 
@@ -229,15 +229,15 @@ def _render_entry(entry: Mapping[str, Any]) -> str:
     source = entry.get("upstream")
     if source is None:
         return line
-    from launcher.upstream.schema import source_name
+    from launcher.upstream.schema import name_source
 
-    name = source_name(source["backend"], str(source["version"]))
+    name = name_source(source["backend"], str(source["version"]))
     place = source["root"] or "the committed snapshot"
     return f"{line} ({entry['stage']}, {name}, {place})"
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
-@takes("stage", "backend", "source", "format")
+@with_options("stage", "backend", "source", "format")
 def explain(
     shared: Shared,
     key: str = Argument(
@@ -289,13 +289,13 @@ def explain(
         meanings = _find_meanings(key)
     texts = ["\n".join(argument.lines()) for argument in explained]
     if in_pipelines is not None:
-        texts.append("\n".join(explain.pipeline_lines(in_pipelines)))
+        texts.append("\n".join(explain.describe_pipeline_key(in_pipelines)))
     codes = []
     for section, meaning in meanings:
         text = meaning.plain_text()
         title = section.title
         codes.append({"code": key, "layer": meaning.layer, "meaning": text, "section": title})
-        texts.append("\n".join(explain.meaning_lines(section, meaning, key)))
+        texts.append("\n".join(explain.describe_code(section, meaning, key)))
     data = {
         "explained": [argument.as_json() for argument in explained],
         "pipeline": None if in_pipelines is None else in_pipelines.as_json(),
@@ -311,11 +311,11 @@ def _find_meanings(code: str) -> Sequence[tuple[CodeSection, Meaning]]:
     from launcher import findings
     from launcher.stage import explain
 
-    meanings = tuple(findings.rows_of(code))
+    meanings = tuple(findings.find_rows(code))
     if meanings:
         return meanings
     help = "launch schema lists them all"
-    near = " or ".join(f"`{name}`" for name in explain.near(code))
+    near = " or ".join(f"`{name}`" for name in explain.find_near_names(code))
     if near:
         help = f"did you mean {near}?"
     raise usage("no-such-key", f"no such argument, now or earlier: `{code}`", help)
@@ -342,7 +342,7 @@ def _derive_arguments(request: Request, loaded: Config) -> dict[str, tuple[objec
 
 
 @app.command(epilog="Example: launch schema --json-schema > stage.schema.json")
-@takes("stage", "backend", "source", "format")
+@with_options("stage", "backend", "source", "format")
 def schema(
     shared: Shared,
     json_schema: bool = Option(
@@ -368,13 +368,13 @@ def schema(
                 with contextlib.suppress(InvalidConfig):
                     schemas.append(shared.locator.schema(backend, key))
     if json_schema:
-        from launcher.stage.json_schema import combined
+        from launcher.stage.json_schema import combine_schemas
 
-        console.print_json(combined(schemas))
+        console.print_json(combine_schemas(schemas))
         return Exit.OK
 
     def show() -> None:
-        notes = {schema.script: explain.notes(schema) for schema in schemas}
+        notes = {schema.script: explain.list_notes(schema) for schema in schemas}
         console.print_arguments(schemas, notes)
 
     data = {"schemas": [schema.as_json() for schema in schemas]}
@@ -382,19 +382,19 @@ def schema(
 
 
 @pins.command("status", epilog="Example: launch pin status")
-@takes("open_instruct", "format")
+@with_options("open_instruct", "format")
 def pin_status(shared: Shared) -> Exit:
     """Show which checkout is used, and whether it is the pinned one."""
     from launcher.pin import pin
 
-    status = pin.status(shared.open_instruct, os.environ)
+    status = pin.read_status(shared.open_instruct, os.environ)
     data = status.as_json()
     lines = status.lines()
     return answer("pin status", shared.format, data, lines, status.findings, status.exit_code)
 
 
 @pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")
-@takes("stage", "open_instruct", "format")
+@with_options("stage", "open_instruct", "format")
 def pin_diff(
     shared: Shared,
     commits: list[str] = Argument(
@@ -424,19 +424,19 @@ def pin_diff(
     paths: list[Path] = []
     for path in configs or ():
         paths += list_stage_files(path)
-    changes = difference.between(pair, paths, stage=shared.stage)
+    changes = difference.compare_commits(pair, paths, stage=shared.stage)
     if shared.format == "json":
         new: list[Finding] = []
         for config in changes.configs:
             new += config.appeared
         console.print_envelope("pin diff", not changes.worse, new, changes.as_json())
     else:
-        console.say("\n".join(difference.lines(changes, everything=everything)))
+        console.say("\n".join(difference.render_difference(changes, everything=everything)))
     return changes.exit_code
 
 
 @pins.command("move", epilog="Example: launch pin move origin/main")
-@takes("open_instruct", "format")
+@with_options("open_instruct", "format")
 def pin_move(
     shared: Shared,
     commit: str = Argument(
@@ -459,7 +459,7 @@ def pin_move(
 @app.command(
     epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1"
 )
-@takes("source", "format")
+@with_options("source", "format")
 def init(
     shared: Shared,
     stage: Literal["sft", "dpo"] | None = Argument(
@@ -526,7 +526,7 @@ def init(
         lacking = " and ".join(name for name in options if not options[name])
         help = "launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara"
         raise usage("no-input", f"{lacking} must be given", help)
-    new = draft.new(
+    new = draft.draft_stage(
         stage,
         backend,
         model=model,
@@ -615,7 +615,7 @@ def _answer_init(
 ) -> Exit:
     code = Exit.OK
     command = f"{new.command(path)} --dry-run"
-    if errors(findings):
+    if select_errors(findings):
         code = Exit.CONFIG
         command = f"launch validate-config {path}"
     data = {
@@ -631,7 +631,7 @@ def _answer_init(
 
 def _require_free(path: Path) -> Path:
     if not can_be_name(str(path)):
-        message = f"no file can be called {brief(path)}"
+        message = f"no file can be called {shorten(path)}"
         raise usage("impossible-name", message, "choose another name")
     if exists(path):
         help = "launch overwrites no stage file: choose another name"
@@ -659,7 +659,7 @@ app.add_typer(shipped_files, name="configs")
 
 
 def _find_shipped() -> dict[str, Path]:
-    folder = shipped("configs")
+    folder = find_shipped("configs")
     files = {}
     for path in list_stage_files(folder):
         name = path.relative_to(folder).with_suffix("")
@@ -698,13 +698,13 @@ def copy_config(
 ) -> Exit:
     """Copy a stage file, or a pipeline with its stage files."""
     from launcher.config.document import SUFFIXES, read_yaml
-    from launcher.config.keys import nearest
+    from launcher.config.keys import suggest_name
 
     files = _find_shipped()
     path = files.get(name.removesuffix(".yaml"))
     if path is None:
         message = f"no stage file `{name}` ships with launch"
-        raise usage("no-such-config", message, nearest(name, list(files)))
+        raise usage("no-such-config", message, suggest_name(name, list(files)))
     if target.suffix not in SUFFIXES:
         target /= path.name
     copies = {path: target}

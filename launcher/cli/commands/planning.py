@@ -7,8 +7,16 @@ from pathlib import Path
 
 from typer import Option
 
-from launcher.cli.options import OVERRIDES, STAGE_FILE, Shared, answer, app, several_runs, takes
-from launcher.errors import Exit, errors
+from launcher.cli.options import (
+    OVERRIDES,
+    STAGE_FILE,
+    Shared,
+    answer,
+    app,
+    start_several_runs,
+    with_options,
+)
+from launcher.errors import Exit, select_errors
 from launcher.report import console
 
 
@@ -16,7 +24,7 @@ from launcher.report import console
     epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 "
     "--row-tokens 290:1100"
 )
-@takes("request", "nodes", "price", "rows", "row_tokens")
+@with_options("request", "nodes", "price", "rows", "row_tokens")
 def plan(
     shared: Shared,
     gpus: str = Option(
@@ -57,11 +65,11 @@ def plan(
     from launcher.planning.collect import Scope
     from launcher.workflows.rehearse import rehearsal
 
-    counts = forecast.counts(gpus)
+    counts = forecast.parse_counts(gpus)
     facts = collect.collect(shared.request(gpus=max(counts)), Scope.PLAN)
     options = forecast.ForecastOptions(
         row_tokens=shared.row_tokens,
-        rehearsed_tokens=None if shared.row_tokens else rehearsal.row_tokens(facts),
+        rehearsed_tokens=None if shared.row_tokens else rehearsal.recall_row_tokens(facts),
         rows=shared.rows,
         gpu=gpu,
         gpu_memory=gpu_memory,
@@ -71,10 +79,10 @@ def plan(
         shape=shape,
         fit=fit,
     )
-    result = forecast.make(facts, counts, options)
-    findings = (*result.findings, *rehearsal.dropped_rows(facts))
+    result = forecast.forecast_stage(facts, counts, options)
+    findings = (*result.findings, *rehearsal.recall_dropped_rows(facts))
     # an impossible count of GPUs must not hide the table of the others
-    code = Exit.CONFIG if errors(findings) else Exit.OK
+    code = Exit.CONFIG if select_errors(findings) else Exit.OK
 
     def show() -> None:
         rows = result.rows()
@@ -86,7 +94,7 @@ def plan(
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
-@takes("gpus", "devices", "source", "backend", "format")
+@with_options("gpus", "devices", "source", "backend", "format")
 def doctor(
     shared: Shared,
     config: Path | None = STAGE_FILE,
@@ -105,7 +113,7 @@ def doctor(
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
     if config is None and shared.backend is None and not install:
-        reports = readiness.of_each_backend(request, shared.show_progress)
+        reports = readiness.examine_each_backend(request, shared.show_progress)
         return answer(
             "doctor",
             shared.format,
@@ -117,9 +125,9 @@ def doctor(
     if not install:
         shared.show_progress("importing what training imports; this can take a minute")
     if config is not None:
-        report = readiness.of_stage(request, importing=not install)
+        report = readiness.examine_stage(request, importing=not install)
     else:
-        report = readiness.of_backend(
+        report = readiness.examine_backend(
             request, shared.backend or "open_instruct", importing=not install
         )
     if install and shared.format == "text":
@@ -131,7 +139,7 @@ def doctor(
 
 
 @app.command(epilog="Example: launch preview configs/demo/sft.yaml --row 7")
-@takes("request")
+@with_options("request")
 def preview(
     shared: Shared,
     rows: int = Option(3, "--rows", metavar="N", min=0, help="show the first N rows"),
@@ -167,7 +175,7 @@ def preview(
 
 
 @app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
-@takes("request", "strict")
+@with_options("request", "strict")
 def rehearse(
     shared: Shared,
     again: bool = Option(
@@ -183,9 +191,9 @@ def rehearse(
 
     judged, trainer = collect.judge_request(shared.request())
     result = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
-    findings = rehearsal.combined(judged.findings, result.findings)
+    findings = rehearsal.merge_findings(judged.findings, result.findings)
     code = Exit.BUG if result.failed else Exit.OK
-    if errors(findings, strict=shared.strict):
+    if select_errors(findings, strict=shared.strict):
         code = Exit.CONFIG
     data = result.as_json()
     lines = result.lines()
@@ -194,7 +202,7 @@ def rehearse(
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
-@takes("request", "gpus", "nodes", "strict", "rehearse")
+@with_options("request", "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
     """Download and tokenize what a run needs; uses no GPU."""
     from launcher.planning.collect import Scope, collect
@@ -218,7 +226,7 @@ def prepare(shared: Shared) -> Exit:
 @app.command(
     epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5"
 )
-@takes(
+@with_options(
     "request",
     "price",
     "rows",
@@ -230,7 +238,7 @@ def prepare(shared: Shared) -> Exit:
     "fresh",
     "background",
 )
-@several_runs
+@start_several_runs
 def ladder(
     shared: Shared,
     gpus: str = Option(
@@ -246,8 +254,10 @@ def ladder(
     from launcher.planning.collect import Scope
     from launcher.workflows.ladder import ladder
 
-    counts = forecast.counts(gpus)
-    terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
+    counts = forecast.parse_counts(gpus)
+    terms = ladder.make_forecast_options(
+        counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
+    )
     scope = Scope.FILE if shared.dry_run or shared.slurm else Scope.START
     planned = ladder.plan_rungs(shared.request(), counts, steps=steps, terms=terms, scope=scope)
     findings = planned.findings
@@ -256,7 +266,7 @@ def ladder(
 
         def show() -> None:
             for rung in planned.rungs:
-                console.say(f"# rung: {ladder.label(rung.plan.gpus)}")
+                console.say(f"# rung: {ladder.format_gpus(rung.plan.gpus)}")
                 console.print_dry_run(rung.plan, rung.command)
 
         data = {"rungs": [rung.as_json() for rung in planned.rungs]}
@@ -283,8 +293,8 @@ def ladder(
 @app.command(
     epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
 )
-@takes("request", "gpus", "devices", "cpu", "strict", "rehearse", "fresh", "background")
-@several_runs
+@with_options("request", "gpus", "devices", "cpu", "strict", "rehearse", "fresh", "background")
+@start_several_runs
 def bench(
     shared: Shared,
     vary: list[str] | None = Option(
@@ -307,8 +317,8 @@ def bench(
     from launcher.planning.collect import Scope
     from launcher.workflows.bench import bench, comparison, variants
 
-    grid = tuple(variants.combinations(vary or (), variant or ()))
-    limit_s = durations.seconds(timeout)
+    grid = tuple(variants.combine_variants(vary or (), variant or ()))
+    limit_s = durations.parse_seconds(timeout)
     request = shared.request()
     if not shared.slurm:
         request = bench.require_gpu(request, cpu=shared.cpu)
@@ -323,7 +333,7 @@ def bench(
         facts = planned.resolved[planned.variants[0].name]
         options = facts.stage.options.slurm
         return shared.hand_over("bench", shared.config.stem, gpus=facts.gpus, options=options)
-    with bench.opened(planned, fresh=shared.fresh) as opened:
+    with bench.open_campaign(planned, fresh=shared.fresh) as opened:
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
         answer(
@@ -332,17 +342,17 @@ def bench(
             opened.as_json(),
             partial(bench.show, opened),
             code=code,
-            before=(*planned.findings, *comparison.baseline_fault(opened.samples)),
+            before=(*planned.findings, *comparison.find_baseline_fault(opened.samples)),
             redactor=opened.redactor,
         )
         if shared.format == "text" and code is Exit.INTERRUPTED:
-            console.say(bench.interrupted(opened))
+            console.say(bench.describe_interruption(opened))
     return code
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
-@takes("request", "gpus", "devices", "cpu", "row_tokens", "rehearse", "fresh", "background")
-@several_runs
+@with_options("request", "gpus", "devices", "cpu", "row_tokens", "rehearse", "fresh", "background")
+@start_several_runs
 def tune(
     shared: Shared,
     budget: str = Option(
@@ -368,7 +378,7 @@ def tune(
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
 
-    budget_s = durations.seconds(budget)
+    budget_s = durations.parse_seconds(budget)
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
         facts = collect(shared.request(), Scope.FILE)
@@ -387,7 +397,7 @@ def tune(
     if shared.hands_over:
         options = facts.stage.options.slurm
         return shared.hand_over("tune", shared.config.stem, gpus=facts.gpus, options=options)
-    with tune.opened(prepared, fresh=shared.fresh) as opened:
+    with tune.open_campaign(prepared, fresh=shared.fresh) as opened:
         code = tune.run(opened, show=shared.show_progress)
         findings = opened.findings
         if opened.search.runs:
@@ -397,8 +407,8 @@ def tune(
                 bench.show(trials)
         if shared.format == "json":
             samples = [trial.sample for trial in opened.search.runs]
-            findings = (*findings, *comparison.baseline_fault(samples))
+            findings = (*findings, *comparison.find_baseline_fault(samples))
         data = opened.as_json()
-        ending = tune.ending(opened)
+        ending = tune.describe_ending(opened)
         answer("tune", shared.format, data, ending, findings, code, redactor=facts.redactor)
     return code

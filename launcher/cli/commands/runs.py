@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import typer
 from typer import Argument, Option
 
-from launcher.cli.commands.stages import until_over
+from launcher.cli.commands.stages import show_until_over
 from launcher.cli.options import (
     FORMAT,
     LAST_RUN,
@@ -49,10 +49,10 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
     from launcher.lifecycle import follow
 
     folder = require_run(run)
-    attempt = follow.newest_attempt(folder)
+    attempt = follow.find_newest_attempt(folder)
     if not follow.has_begun(folder, attempt):
         raise refuse_unstarted(folder)
-    return until_over("attach", folder, attempt, (), format, forward=False)
+    return show_until_over("attach", folder, attempt, (), format, forward=False)
 
 
 @app.command(epilog="Example: launch logs last -f")
@@ -104,7 +104,7 @@ def stop(
         message = "--after-checkpoint has no effect with --checkpoint, which saves one now"
         raise usage("useless-option", message)
     folder = require_run(run)
-    cost = stop.cost(folder)
+    cost = stop.estimate_cost(folder)
     if format == "text" and overview.read_state(folder) in {"running", "orphaned", "queued"}:
         progress = cost.line()
         if after_checkpoint:
@@ -113,7 +113,7 @@ def stop(
             progress = "saving a checkpoint after the step that it is at"
         console.say(progress)
     end = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
-    cost = stop.cost(folder)
+    cost = stop.estimate_cost(folder)
     outcome = "it had ended before that"
     # of an orphan, nothing but its probe records that it saved
     if overview.read_end_state(folder) == "preempted":
@@ -140,7 +140,7 @@ def runs(
     from launcher.report import overview
     from launcher.runs import rundir
 
-    folders = rundir.runs_here() if here else rundir.known_runs()
+    folders = rundir.list_runs_here() if here else rundir.list_known_runs()
     rows = [row for row in overview.list_rows(folders) if state in (None, row["state"])]
     groups = [[row] for row in rows] if whole else overview.group_rows(rows)
     if last is not None:
@@ -168,7 +168,7 @@ def remove(
     from launcher.runs import rundir
 
     folder = rundir.find_campaign(run) or require_run(run)
-    members = rundir.campaign_runs(folder.path)
+    members = rundir.list_campaign_runs(folder.path)
     plan = removal.plan_removal(folder, model=model)
     lines = plan.lines()
     kept = plan.kept_lines()
@@ -209,7 +209,7 @@ def check(
         from launcher.lifecycle import conclude
         from launcher.runs import rundir
 
-        members = rundir.campaign_runs(log)
+        members = rundir.list_campaign_runs(log)
         if members:
             return _check_each(log, members, allow_unproven, format)
         folder = require_run(target, "run or log")
@@ -218,8 +218,8 @@ def check(
         judged = conclude.judge_and_write(folder)
         name = folder.path.name
         verdict = judged.verdict
-        notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
-    code = check.exit_code(verdict, allow_unproven=allow_unproven)
+        notes = (*conclude.report_unpinned(folder), *conclude.report_left_out(judged, folder))
+    code = check.decide_exit_code(verdict, allow_unproven=allow_unproven)
     show = partial(judgement.print_verdict, verdict, name)
     return answer("check", format, verdict.as_json(), show, notes, code)
 
@@ -232,7 +232,7 @@ def _find_log_redactor(log: Path) -> Redactor | None:
     from launcher.runs import attempt
     from launcher.runs.rundir import RunFolder
 
-    return attempt.redactor(RunFolder(folder))
+    return attempt.find_redactor(RunFolder(folder))
 
 
 def _check_each(
@@ -250,7 +250,7 @@ def _check_each(
         verdict = conclude.finish(run)
         verdicts[run.path] = verdict
         judged.append({"run": str(run.path), **verdict.as_json()})
-        code = code or check.exit_code(verdict, allow_unproven=allow_unproven)
+        code = code or check.decide_exit_code(verdict, allow_unproven=allow_unproven)
 
     def show() -> None:
         for path, verdict in verdicts.items():
@@ -286,7 +286,7 @@ def report_command(
             return
     runs = series.load_runs(targets)
     if output is not None or format == "text":
-        path = output or page.default_path(runs)
+        path = output or page.choose_path(runs)
         page.write(runs, path)
         if format == "text":
             console.say(f"report: {path}")
@@ -300,10 +300,10 @@ def cache_list(format: Format = FORMAT) -> Exit:
     """List the cache folders."""
     from launcher.cache import folders
 
-    rows = [folder.row() for folder in folders.known()]
+    rows = [folder.row() for folder in folders.list_folders()]
     if not rows:
         return answer("cache list", format, rows, ["no caches yet"])
-    table = [folders.shown(row) for row in rows]
+    table = [folders.describe_row(row) for row in rows]
     return answer("cache list", format, rows, partial(console.print_table, table, folders.COLUMNS))
 
 
@@ -312,7 +312,7 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     """Explain why the caches of a run were hit or missed."""
     from launcher.cache import diagnosis
 
-    reasons = diagnosis.why(require_run(run))
+    reasons = diagnosis.explain_caches(require_run(run))
     lines: list[str] = []
     for reason in reasons:
         lines += reason.lines()
@@ -336,18 +336,20 @@ def cache_clear(
 ) -> Exit:
     """Delete cache folders that no run uses."""
     from launcher.cache import folders
-    from launcher.machine.sizes import sized
+    from launcher.machine.sizes import format_size
 
-    seconds = None if older_than is None else folders.age(older_than)
+    seconds = None if older_than is None else folders.parse_age(older_than)
 
     def clear(dry_run: bool) -> list[folders.Cleared]:
-        return folders.clear(folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run)
+        return folders.clear(
+            folders.list_folders(), kind=kind, older_than_s=seconds, dry_run=dry_run
+        )
 
     if not (dry_run or older_than or kind):
         unused = []
         for folder in clear(True):
             if folder.reason is None:
-                unused.append(f"{folder.folder} ({sized(folder.size)})")
+                unused.append(f"{folder.folder} ({format_size(folder.size)})")
         if unused and not confirm_deletion(unused, whole, "--all"):
             return answer("cache clear", format, [], ["nothing was deleted"])
     cleared = clear(dry_run)

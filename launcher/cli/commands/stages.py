@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from typer import Argument, Option
 
-from launcher.cli.options import RUN, Format, Shared, answer, app, require_run, several_runs, takes
+from launcher.cli.options import (
+    RUN,
+    Format,
+    Shared,
+    answer,
+    app,
+    require_run,
+    start_several_runs,
+    with_options,
+)
 from launcher.errors import Exit, Finding, launch_finding
 from launcher.report import console
 
@@ -26,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def _make_stage_command(stage: str) -> Callable[..., Exit]:
-    @takes("config", "overrides", "nodes", "node_rank", "main_address", "start", "background")
+    @with_options(
+        "config", "overrides", "nodes", "node_rank", "main_address", "start", "background"
+    )
     def command(
         shared: Shared,
         allow_corrupting_overlap: bool = Option(
@@ -68,11 +79,11 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
     scope = Scope.FILE if shared.slurm else Scope.PLAN
     prepared = prepare.prepare_start(request, scope)
-    findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
+    findings = (*prepared.findings, *prepare.warn_of_earlier_run(prepared))
     data = prepared.as_json()
     script = None
     if shared.slurm:
-        script = start.batch_script(prepared)
+        script = start.write_batch_script(prepared)
         data["batch_script"] = script
 
     def show() -> None:
@@ -95,7 +106,7 @@ def _run_stage(request: Request, shared: Shared) -> Exit:
     runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.START))
+        prepared = forecast.add_forecast(prepare.prepare_start(request, Scope.START))
         if prepared.decision.kind == "finished":
             return _conclude_finished(prepared, shared)
         machine = prepared.start.machine
@@ -108,7 +119,7 @@ def _run_stage(request: Request, shared: Shared) -> Exit:
         folder, attempt = start.begin(prepared, say=console.say_aside, **ending)
         if shared.format == "text":
             console.print_plan(prepared.plan, folder.console(attempt.number))
-        show = _answer_detached if shared.detach else until_over
+        show = _answer_detached if shared.detach else show_until_over
         return show(str(request.stage), folder, attempt, prepared.findings, shared.format)
 
 
@@ -121,7 +132,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     findings = prepared.findings
     shared.print_findings(findings, prepared.redactor)
     verdict = conclude.judge_by_plan(folder, prepared.plan, conclude.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
+    code = check.decide_exit_code(verdict, allow_unproven=shared.allow_unproven)
     stage = str(prepared.facts.request.stage)
     return _answer_verdict(stage, folder, verdict, code, findings, shared.format)
 
@@ -134,12 +145,12 @@ def _queue_run(request: Request, shared: Shared) -> Exit:
     from launcher.runs import slurm
 
     ending = shared.parse_end_options()
-    prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.HOST))
+    prepared = forecast.add_forecast(prepare.prepare_start(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
     shared.rehearse_first({"": prepared.facts})
     findings = prepared.findings
-    help = slurm.single_cpu_help(prepared.plan.stage.options.slurm, prepared.plan.gpus)
+    help = slurm.warn_of_single_cpu(prepared.plan.stage.options.slurm, prepared.plan.gpus)
     if help is not None:
         message = "the job asks for one core of each machine"
         findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, help))
@@ -172,7 +183,7 @@ def _answer_detached(
     return answer(stage, format, data, lines, before=findings, redactor=attempt.redactor)
 
 
-def until_over(
+def show_until_over(
     command: str,
     folder: RunFolder,
     attempt: Attempt,
@@ -188,7 +199,7 @@ def until_over(
     from launcher.lifecycle import follow
 
     try:
-        follow.until_over(folder, attempt, forward=forward)
+        follow.follow_until_over(folder, attempt, forward=forward)
     except follow.Detached:
         data = {"run": str(folder.path), "detached": True}
         lines = [f"the run continues: launch attach {folder.path.name}"]
@@ -197,12 +208,12 @@ def until_over(
     from launcher.lifecycle import conclude
 
     if attempt.rank:
-        code = conclude.worker_exit_code(folder, attempt)
+        code = conclude.decide_worker_exit_code(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
         return answer(
             command, format, data, (), code=code, before=findings, redactor=attempt.redactor
         )
-    verdict, code = conclude.verdict_and_exit_code(folder, attempt)
+    verdict, code = conclude.judge_attempt(folder, attempt)
     return _answer_verdict(command, folder, verdict, code, findings, format)
 
 
@@ -218,7 +229,7 @@ def _answer_verdict(
     from launcher.runs import attempt
     from launcher.trained import next_steps
 
-    steps = next_steps.of_finished(folder)
+    steps = next_steps.describe_finished(folder)
 
     def show() -> None:
         judgement.print_verdict(verdict, folder.path.name)
@@ -231,12 +242,12 @@ def _answer_verdict(
         "run": str(folder.path),
         "next": None if steps is None else steps.as_json(),
     }
-    redactor = attempt.redactor(folder)
+    redactor = attempt.find_redactor(folder)
     return answer(command, format, data, show, code=code, before=findings, redactor=redactor)
 
 
 @app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
-@takes("node_rank", "main_address", "format")
+@with_options("node_rank", "main_address", "format")
 def exec_command(
     shared: Shared,
     run: str = RUN,
@@ -260,12 +271,12 @@ def exec_command(
         return answer("exec", shared.format, data, ())
     with supervisor.interruptible():
         folder, attempt = start.execute(folder, shared.node_rank, shared.main_address)
-        return until_over("exec", folder, attempt, (), shared.format)
+        return show_until_over("exec", folder, attempt, (), shared.format)
 
 
 @app.command(epilog="Example: launch pipeline configs/demo/pipeline.yaml --gpus 0 --until sft")
-@takes("start", "background")
-@several_runs
+@with_options("start", "background")
+@start_several_runs
 def pipeline(
     shared: Shared,
     file: Path = Argument(..., metavar="FILE", help="the pipeline file", show_default=False),
@@ -350,7 +361,7 @@ def _show_pipeline(result: PipelineResult, redactor: Redactor) -> None:
     lines += [f"  {line}" for line in result.advice()]
     last = result.rows[-1].run if result.rows else None
     if result.exit is Exit.OK and last is not None:
-        steps = next_steps.of_finished(RunFolder(Path(last)))
+        steps = next_steps.describe_finished(RunFolder(Path(last)))
         if steps is not None:
             lines += steps.lines()
     lines.append(f"pipeline: {result.folder}")

@@ -60,15 +60,15 @@ def find_model(target: str, base: Base | None = None) -> TrainedModel:
 
     folder = Path(target)
     if folder.is_dir() and not rundir.is_run(folder):
-        saved = model.of_folder(folder, base)
+        saved = model.find_in_folder(folder, base)
         if saved is not None:
             return saved
         run = model.find_writer(folder)
         if run is not None:
-            return model.of_run(run, base)
+            return model.find_of_run(run, base)
     campaign = rundir.find_campaign(target)
     if campaign is not None:
-        return model.of_run(_find_last_run(campaign.path), base)
+        return model.find_of_run(_find_last_run(campaign.path), base)
     if folder.is_dir() and not rundir.is_run(folder):
         message = f"{target} holds no model: no config.json, no adapter_config.json"
         raise not_ready(
@@ -76,7 +76,7 @@ def find_model(target: str, base: Base | None = None) -> TrainedModel:
             message,
             "launch runs lists runs; give a run or the folder of its model",
         )
-    return model.of_run(require_run(target, "run or folder"), base)
+    return model.find_of_run(require_run(target, "run or folder"), base)
 
 
 def _find_last_run(campaign: Path) -> RunFolder:
@@ -88,7 +88,7 @@ def _find_last_run(campaign: Path) -> RunFolder:
         raise not_ready(
             "no-final-model", message, "launch runs lists the others", file=str(campaign)
         )
-    members = rundir.campaign_runs(campaign)
+    members = rundir.list_campaign_runs(campaign)
     if not members:
         raise not_ready(
             "no-final-model", f"no stage of {campaign.name} has begun", file=str(campaign)
@@ -125,7 +125,7 @@ def chat(
     Without a terminal, the prompt is read from stdin.
     """
     from launcher.trained import chat
-    from launcher.trained.model import trainer_of
+    from launcher.trained.model import find_trainer
 
     environ = _build_environment(devices, cpu=cpu)
     model = find_model(target)
@@ -134,7 +134,7 @@ def chat(
     names = str(model.path)
     if base:
         names += f" and {_require_base(model).name}"
-    trainer = trainer_of(model, python, chat.needs(model))
+    trainer = find_trainer(model, python, chat.list_needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     console.say_aside(f"loading {names}")
     with _handle_termination(), chat.open_worker(model, trainer, environ, beside=base) as process:
@@ -161,7 +161,7 @@ def _build_environment(devices: str | None, *, cpu: bool) -> dict[str, str]:
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
-    return worker.environment(os.environ, devices=devices, cpu=cpu)
+    return worker.build_environment(os.environ, devices=devices, cpu=cpu)
 
 
 def _require_base(model: TrainedModel) -> Base:
@@ -266,7 +266,7 @@ def _interrupt_answers(talk: Chat) -> Iterator[None]:
             raise KeyboardInterrupt
         talk.interrupt()
 
-    with process.signal_handlers({signal.SIGINT: end}):
+    with process.install_handlers({signal.SIGINT: end}):
         yield
 
 
@@ -275,7 +275,7 @@ def _handle_termination() -> Iterator[None]:
     """Treat SIGTERM as SIGINT, so that nothing is left behind."""
     from launcher.machine import process
 
-    with process.signal_handlers({signal.SIGTERM: signal.default_int_handler}):
+    with process.install_handlers({signal.SIGTERM: signal.default_int_handler}):
         yield
 
 
@@ -308,14 +308,14 @@ def merge(
     """
     from launcher.trained import merge
     from launcher.trained.chat import NEEDS_OF_ADAPTERS
-    from launcher.trained.model import Base, trainer_of
+    from launcher.trained.model import Base, find_trainer
 
     environ = _build_environment(devices, cpu=cpu)
     model = find_model(target, None if base is None else Base(name=base))
     merge.require_mergeable(model)
-    place = output or merge.usual_output(model)
+    place = output or merge.choose_output(model)
     merge.require_free(place)
-    trainer = trainer_of(model, python, NEEDS_OF_ADAPTERS)
+    trainer = find_trainer(model, python, NEEDS_OF_ADAPTERS)
 
     def say(text: str) -> None:
         if format == "text":

@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.errors import Exit, Finding, NotReady, launch_finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
-from launcher.machine.locks import exclusive
+from launcher.machine.locks import hold_exclusive
 from launcher.paths import IS_CLONE
 from launcher.pin import cited, pin
 from launcher.pin.move import staging
@@ -103,7 +103,7 @@ def move(
     clone = locate.REPOSITORY
     git_folder = _find_git_folder(clone)
     journal = Journal(clone, git_folder / NAME)
-    with exclusive(
+    with hold_exclusive(
         git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")
     ):
         staging.require_packages()
@@ -129,12 +129,12 @@ def _move(
         shutil.rmtree(leftover, ignore_errors=True)
     place = Path(tempfile.mkdtemp(prefix=f"{NAME}-", dir=journal.folder.parent))
     try:
-        staged = staging.stage(clone, place, commits.repository, commits.new, say)
+        staged = staging.stage_move(clone, place, commits.repository, commits.new, say)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    names = cited.commits_of_rules()
+    names = cited.list_commits_of_rules()
     confirmed_commits = [commit for commit in trees if commit.startswith(names)]
-    later = cited.later_than(commits.new, confirmed_commits, commits.repository)
+    later = cited.select_later_commits(commits.new, confirmed_commits, commits.repository)
     reviewed = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
     gitlink = {SUBMODULE: commits.new} if _is_submodule(clone) else {}
     journal.write(staged.files, gitlink)
@@ -145,7 +145,7 @@ def _move(
 def _read_trees(commits: pin.Commits) -> dict[str, SourceFiles]:
     """open-instruct's files at both commits and at each that confirms a rule; NotReady without."""
     repository = commits.repository
-    names = [commits.old, commits.new, *cited.commits_of_rules()]
+    names = [commits.old, commits.new, *cited.list_commits_of_rules()]
     trees = {}
     findings = []
     for name in names:

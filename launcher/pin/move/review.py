@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.paths import PROJECT
-from launcher.pin.cited import PACKAGE, Citing, commits_of_rules, rules_of, stale
+from launcher.pin.cited import PACKAGE, Citing, find_stale, list_commits_of_rules, list_rules
 from launcher.upstream import citations
 from launcher.upstream.citations import RuleStanding, SourceFiles, Table
 
@@ -111,7 +111,7 @@ def review(
     standing = RuleStanding("", confirmed, trees[new].place)
     # by the function that changed and the commit where its rules were confirmed
     waiting: dict[tuple[str, str], list[tuple[Unconfirmed, str]]] = {}
-    for rule in rules_of(PACKAGE):
+    for rule in list_rules(PACKAGE):
         release, differing = standing.nearest(rule)
         commit = release.rpartition(" ")[2]
         for citation in differing:
@@ -122,9 +122,9 @@ def review(
     for (name, commit), pairs in sorted(waiting.items()):
         changed.append(_describe_change(name, pairs, trees[commit], trees[new]))
     names = sorted({citing.citation for citing in cited})
-    tables = [citations.table(trees[commit].trees, names) for commit in (new, *later)]
+    tables = [citations.build_table(trees[commit].trees, names) for commit in (new, *later)]
     lost = []
-    for citing in stale(cited, tables, new):
+    for citing in find_stale(cited, tables, new):
         lost.append(_describe_stale(citing, trees[old], trees[new]))
     return Review(old, new, tuple(changed), tuple(lost))
 
@@ -134,9 +134,9 @@ def _read_confirmed_tables(
 ) -> dict[str, Table]:
     names = [citing.citation for citing in cited]
     tables: dict[str, Table] = {}
-    for name in commits_of_rules():
+    for name in list_commits_of_rules():
         commit = next(commit for commit in trees if commit.startswith(name))
-        tables[f"{PACKAGE} {commit}"] = citations.table(trees[commit].trees, names)
+        tables[f"{PACKAGE} {commit}"] = citations.build_table(trees[commit].trees, names)
     return tables
 
 
@@ -147,7 +147,7 @@ def _describe_rule(rule: Callable[..., object], cited: Sequence[Citing]) -> Unco
         file = Path(code.co_filename).relative_to(PROJECT).as_posix()
         return Unconfirmed(rule.__name__, f"{file}:{code.co_firstlineno}")
     # made by `check`: it stands where its citation is written
-    named = set(citations.of_rule(rule))
+    named = set(citations.list_of_rule(rule))
     places = [citing for citing in cited if citing.citation in named]
     where = next(citing.where for citing in places if "/rules/" in citing.file)
     return Unconfirmed(about, where)

@@ -59,7 +59,7 @@ def require_packages() -> None:
         )
 
 
-def stage(
+def stage_move(
     clone: Path, place: Path, repository: Repository, commit: str, say: Callable[[str], None]
 ) -> Staged:
     """Move the pin in a copy of a clone that is made in `place`.

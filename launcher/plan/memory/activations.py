@@ -15,7 +15,7 @@ from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
 
 
-def layer(setup: Setup) -> float:
+def compute_layer(setup: Setup) -> float:
     """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
     products = 8
     if setup.liger:
@@ -31,7 +31,7 @@ def layer(setup: Setup) -> float:
     return per_token * setup.batch.tokens + _count_attention_bytes(setup)
 
 
-def compiled_layer(setup: Setup, share: float) -> float:
+def compute_compiled_layer(setup: Setup, share: float) -> float:
     """What one layer keeps under torch.compile with a share of the memory budget.
 
     The partitioner recomputes what is fused into other kernels, and keeps the inputs and outputs of
@@ -54,11 +54,11 @@ def compiled_layer(setup: Setup, share: float) -> float:
     whole = (HALF * elements + FULL * shape.heads) * setup.batch.tokens
     if share >= 1:
         return whole
-    least = checkpoint(setup)
+    least = compute_checkpoint(setup)
     return least + share * (whole - least)
 
 
-def selected_modules(setup: Setup) -> float:
+def compute_selected_modules(setup: Setup) -> float:
     """The inputs that one layer keeps where each of its modules is recomputed by itself.
 
     These are six states of the residual's width: the layer's input, and the outputs of norms,
@@ -68,17 +68,17 @@ def selected_modules(setup: Setup) -> float:
     return 6 * HALF * setup.shape.hidden * setup.batch.tokens
 
 
-def widest_module(setup: Setup) -> float:
+def compute_widest_module(setup: Setup) -> float:
     """What the largest of these modules keeps while it is recomputed: the gated product's parts."""
     return 3 * HALF * setup.shape.intermediate * setup.batch.tokens
 
 
-def checkpoint(setup: Setup) -> float:
+def compute_checkpoint(setup: Setup) -> float:
     """What one checkpointed layer keeps: its input."""
     return setup.state_width * setup.shape.hidden * setup.batch.tokens
 
 
-def passing(setup: Setup, batch: MicroBatch) -> float:
+def compute_passing(setup: Setup, batch: MicroBatch) -> float:
     """What a layer needs in a forward pass that keeps nothing: the MLP's widths."""
     shape = setup.shape
     return (6 * shape.intermediate + setup.state_width * shape.hidden) * batch.tokens
@@ -106,7 +106,7 @@ def needs_mask(setup: Setup) -> bool:
 def _count_norm_bytes(setup: Setup) -> float:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
     shape = setup.shape
-    per_hidden = 2 * norm_kept(setup, setup.state_width)
+    per_hidden = 2 * count_norm_bytes(setup, setup.state_width)
     if not setup.frozen:
         inputs = 2
         if setup.wide:
@@ -119,10 +119,10 @@ def _count_norm_bytes(setup: Setup) -> float:
     groups = 2
     if shape.layout.qk_norm == "head":
         groups = shape.heads + shape.kv_heads
-    return size + norm_kept(setup, HALF) * (shape.query + shape.key) + FULL * groups
+    return size + count_norm_bytes(setup, HALF) * (shape.query + shape.key) + FULL * groups
 
 
-def norm_kept(setup: Setup, state: int) -> int:
+def count_norm_bytes(setup: Setup, state: int) -> int:
     """Bytes an element that one norm keeps beside its output; `state` are those of its input."""
     if setup.liger:
         return state
@@ -179,7 +179,7 @@ def _count_adapter_bytes(setup: Setup) -> float:
     return HALF * shared + narrow
 
 
-def backward(setup: Setup) -> float:
+def compute_backward(setup: Setup) -> float:
     """The most that one layer's backward pass needs beside what was kept."""
     shape = setup.shape
     batch = setup.batch
@@ -267,13 +267,13 @@ def _find_points_of_adapted_output(
     return [_BackwardPoint(4, 2)]
 
 
-def logits(shape: Shape, batch: MicroBatch, element: int) -> tuple[float, str]:
+def compute_logits(shape: Shape, batch: MicroBatch, element: int) -> tuple[float, str]:
     """Bytes of the logits of a batch, with their formula."""
     size = element * shape.vocab * batch.tokens
     return size, f"{element} x {batch.tokens:,} x {shape.vocab:,}"
 
 
-def fused_loss(setup: Setup) -> float:
+def compute_fused_loss(setup: Setup) -> float:
     """The loss that makes its gradients in the forward pass
     (liger_kernel/ops/fused_linear_cross_entropy.py::fused_linear_cross_entropy_forward[triton.cdiv(V]).
 
@@ -301,7 +301,7 @@ _TILE_TOKENS = 4096
 _TILE_WORDS = 32768
 
 
-def tiles(setup: Setup) -> float:
+def compute_tiles(setup: Setup) -> float:
     """One tile of logits, and the output layer's rows for it where they must be cast."""
     tile = HALF * min(_TILE_TOKENS, setup.batch.tokens) * _TILE_WORDS
     if not setup.wide:
@@ -309,10 +309,10 @@ def tiles(setup: Setup) -> float:
     return tile + HALF * min(_TILE_WORDS, setup.shape.vocab) * setup.shape.hidden
 
 
-def tiled_loss(setup: Setup, *, trained: bool) -> float:
+def compute_tiled_loss(setup: Setup, *, trained: bool) -> float:
     """TRL's own output layer: log-probabilities in tiles, gradients summed up in fp32."""
     shape = setup.shape
-    size = tiles(setup) + (FULL + 2 * HALF) * shape.hidden * setup.batch.tokens
+    size = compute_tiles(setup) + (FULL + 2 * HALF) * shape.hidden * setup.batch.tokens
     if trained:
         width = FULL
         if not setup.wide:

@@ -30,7 +30,7 @@ from launcher.plan.memory.phases import (
     STEPS,
     Ledger,
 )
-from launcher.plan.memory.setup import FULL, HALF, Setup, Sharding, Zero, undescribed
+from launcher.plan.memory.setup import FULL, HALF, Setup, Sharding, Zero, refuse_undescribed
 
 # where each allocation is made; torch's Adam where it is not the fused one
 _ADAM = "torch/optim/adam.py::_multi_tensor_adam[exp_avg_sq_sqrt = torch._foreach_sqrt #4]"
@@ -71,13 +71,13 @@ def enter(setup: Setup, ledger: Ledger) -> None:
     elif zero is None:
         _enter_plain(setup, ledger)
     elif setup.quantised is not None:
-        raise undescribed("DeepSpeed with quantised weights is not described")
+        raise refuse_undescribed("DeepSpeed with quantised weights is not described")
     elif zero.stage in (1, 2):
         _enter_zero_1_and_2(setup, zero, ledger)
     elif zero.stage == 3:
         _enter_zero_3(setup, zero, ledger)
     else:
-        raise undescribed(f"DeepSpeed without ZeRO (stage {zero.stage}) is not described")
+        raise refuse_undescribed(f"DeepSpeed without ZeRO (stage {zero.stage}) is not described")
 
 
 def _list_phases_from_second_step(setup: Setup) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ def _enter_zero_1_and_2(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     on_card = not zero.offload_optimizer
     parts = [OwnedPart(part, part)]
     if setup.adapters is None:
-        parts = cut(shape.sizes, setup.processes)
+        parts = cut_evenly(shape.sizes, setup.processes)
     add(PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _enter_other_models(setup, ledger, HALF, "2P")
     steps = _list_phases_from_second_step(setup)
@@ -300,7 +300,7 @@ def _enter_zero_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: flo
     formula = f"2 x {fullest:,.0f}: P/N, and the rest of weights that the boundaries cut"
     if not zero.offload_optimizer:
         live = {EMBEDDING, STEP, SECOND_BUCKET}
-        if SECOND_BUCKET not in bucket_phases(setup):
+        if SECOND_BUCKET not in find_bucket_phases(setup):
             live = {EMBEDDING, STEP, LAYER, FIRST_BUCKET}
         add(live, "gradients", "gradients of this rank", part, formula, _COPY)
         if zero.stage == 2 and setup.accumulation > 1:
@@ -331,7 +331,7 @@ def _enter_zero_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: flo
     add({EMBEDDING}, "gradients", "the embedding's so far", embedding, "2VH")
 
 
-def bucket_phases(setup: Setup) -> dict[str, int]:
+def find_bucket_phases(setup: Setup) -> dict[str, int]:
     """When full buckets are sent during the layers' backward pass: the layers that are done by
     then.
 
@@ -367,7 +367,7 @@ def _count_norm_bytes(part: OwnedPart) -> float:
     return HALF * part.elements + 2 * FULL * part.largest
 
 
-def cut(sizes: Sequence[int], ranks: int) -> list[OwnedPart]:
+def cut_evenly(sizes: Sequence[int], ranks: int) -> list[OwnedPart]:
     """The parts of the ranks where all weights, in a row, are cut evenly
     (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.get_partition_info).
     """

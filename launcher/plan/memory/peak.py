@@ -58,7 +58,7 @@ def _list_phases(setup: Setup) -> set[str]:
         if not setup.shape.tied and setup.sharding is None:
             # when the next gradient is there; a tied one, and FSDP's, wait for the embedding's
             phases.add(OUTPUT_SENT)
-    for name, passed in engines.bucket_phases(setup).items():
+    for name, passed in engines.find_bucket_phases(setup).items():
         if passed < setup.shape.layers:
             phases.add(name)
     return phases
@@ -69,25 +69,25 @@ def _enter_kept(setup: Setup, ledger: Ledger) -> None:
     shape = setup.shape
     batch = setup.batch
     if setup.checkpointing:
-        kept = activations.checkpoint(setup)
+        kept = activations.compute_checkpoint(setup)
         name = "inputs of checkpointed layers"
-        recomputed = activations.layer(setup)
+        recomputed = activations.compute_layer(setup)
         if setup.liger:
             # its first norm keeps the layer's input itself, which is counted already
             recomputed -= HALF * shape.hidden * batch.tokens
     elif setup.selects_modules:
-        kept = activations.selected_modules(setup)
+        kept = activations.compute_selected_modules(setup)
         name = "inputs of checkpointed modules"
-        recomputed = activations.widest_module(setup)
+        recomputed = activations.compute_widest_module(setup)
     elif setup.share is not None:
-        kept = activations.compiled_layer(setup, setup.share)
+        kept = activations.compute_compiled_layer(setup, setup.share)
         name = f"kept by the layers, activation budget {setup.share:g}"
-        recomputed = activations.compiled_layer(setup, 1) - kept
+        recomputed = activations.compute_compiled_layer(setup, 1) - kept
     else:
-        kept = activations.layer(setup)
+        kept = activations.compute_layer(setup)
         name = "kept by the layers"
         recomputed = 0
-    buckets = engines.bucket_phases(setup)
+    buckets = engines.find_bucket_phases(setup)
     live = {FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER}
     if setup.reference != "cache":
         # the pass beforehand keeps nothing
@@ -113,21 +113,21 @@ def _enter_reference(setup: Setup, ledger: Ledger) -> None:
     shape = setup.shape
     batch = setup.reference_batch or setup.batch
     if setup.loss == "tiled":
-        tiled = activations.tiled_loss(setup, trained=False)
+        tiled = activations.compute_tiled_loss(setup, trained=False)
         ledger.add({REFERENCE}, "logits", "log-probabilities in tiles", tiled)
         return
     if setup.compiles_loss:
         _enter_compiled_loss(setup, ledger, REFERENCE, batch)
         return
-    half = activations.logits(shape, batch, HALF)
-    full = activations.logits(shape, batch, FULL)
+    half = activations.compute_logits(shape, batch, HALF)
+    full = activations.compute_logits(shape, batch, FULL)
     if setup.sharding is None:
         width = HALF
         if setup.wide and setup.quantised is not None:
             width = FULL
         keys = 2 * width * shape.layers * shape.key * batch.tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
-        last = activations.passing(setup, batch)
+        last = activations.compute_passing(setup, batch)
         last += 3 * setup.state_width * shape.hidden * batch.tokens
         if keys + max(last, half[0]) > half[0] + 2 * full[0]:
             # until the logits are there
@@ -150,14 +150,14 @@ def _enter_reference(setup: Setup, ledger: Ledger) -> None:
 def _enter_end_of_forward(setup: Setup, ledger: Ledger) -> None:
     """The end of a checkpointed forward pass, and the final norm."""
     batch = setup.batch
-    last = activations.passing(setup, batch)
-    tile = activations.tiles(setup)
+    last = activations.compute_passing(setup, batch)
+    tile = activations.compute_tiles(setup)
     if setup.loss == "tiled" and tile > last:
         ledger.add({FORWARD}, "logits", "a tile of logits", tile)
     else:
         ledger.add({FORWARD}, "activations", "the last layer, passing", last)
     state = setup.state_width
-    norm = (activations.norm_kept(setup, state) + state) * setup.shape.hidden + FULL
+    norm = (activations.count_norm_bytes(setup, state) + state) * setup.shape.hidden + FULL
     after = {LOSS, OUTPUT, OUTPUT_SENT}
     ledger.add(after, "activations", "final norm", norm * batch.tokens, "kept and output")
 
@@ -165,15 +165,15 @@ def _enter_end_of_forward(setup: Setup, ledger: Ledger) -> None:
 def _enter_loss(setup: Setup, ledger: Ledger) -> None:
     """The loss at its fullest."""
     if setup.loss == "liger":
-        fused = activations.fused_loss(setup)
+        fused = activations.compute_fused_loss(setup)
         ledger.add({LOSS}, "logits", "fused linear cross entropy", fused)
     elif setup.loss == "tiled":
-        tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
+        tiled = activations.compute_tiled_loss(setup, trained=setup.adapters is None)
         ledger.add({LOSS}, "logits", "log-probabilities in tiles", tiled)
     elif setup.compiles_loss:
         _enter_compiled_loss(setup, ledger, LOSS, setup.batch)
     else:
-        full = activations.logits(setup.shape, setup.batch, FULL)
+        full = activations.compute_logits(setup.shape, setup.batch, FULL)
         for name in ("log-softmax, kept", "gradient of the log-softmax", "gradient of the logits"):
             ledger.add({LOSS}, "logits", f"{name} (fp32)", *full)
 
@@ -184,7 +184,7 @@ def _enter_compiled_loss(setup: Setup, ledger: Ledger, phase: str, batch: MicroB
     """
     source = "olmo_core_train_modules.py::DPOLMHead[All DTensor handling]"
     for name, element in (("logits (bf16)", HALF), ("log-softmax, compiled (fp32)", FULL)):
-        size, why = activations.logits(setup.shape, batch, element)
+        size, why = activations.compute_logits(setup.shape, batch, element)
         ledger.add({phase}, "logits", name, size, why, source)
 
 
@@ -201,9 +201,9 @@ def _enter_backward(setup: Setup, ledger: Ledger) -> None:
     ledger.add(live, "gradients", "output layer's gradient", size, f"{width}VH")
     if setup.loss in {"full", "logprobs"}:
         # until the weight's is made
-        half = activations.logits(shape, batch, HALF)
+        half = activations.compute_logits(shape, batch, HALF)
         ledger.add({OUTPUT}, "logits", "gradient of the logits (bf16)", *half)
-    inside = activations.backward(setup)
+    inside = activations.compute_backward(setup)
     ledger.add({LAYER}, "activations", "gradients inside a layer", inside)
     if setup.quantised is None:
         return

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launcher.lazy_dataclass import dataclass
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 
 GIB = 2**30
 
@@ -92,7 +92,7 @@ class Memory:
 
     def spare(self, gib: float) -> float:
         """What a card of this size has left; negative: missing."""
-        return usable(gib) - self.peak
+        return compute_usable(gib) - self.peak
 
     def of(self, kind: str) -> float:
         allocations = self.fullest.allocations
@@ -109,7 +109,7 @@ class Memory:
         return [phase.as_json() for phase in ordered]
 
 
-def usable(gib: float) -> float:
+def compute_usable(gib: float) -> float:
     return gib * (1 - MARGIN)
 
 
@@ -135,7 +135,7 @@ class Ledger:
         if not formula:
             formula = f"{self.tokens:,} tokens x {size / self.tokens:,.0f} bytes"
         allocation = Allocation(
-            kind=kind, name=name, gib=size / GIB, formula=formula, source=rendered(source)
+            kind=kind, name=name, gib=size / GIB, formula=formula, source=render_citations(source)
         )
         self._entries.append((frozenset(phases), allocation))
 

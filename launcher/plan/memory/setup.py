@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
-from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.errors import InvalidConfig, launch_finding, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import as_mapping
 
@@ -42,7 +42,7 @@ _SIZES = {
 }
 
 
-def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
+def parse_zero(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     """A parsed DeepSpeed file; `auto` becomes what accelerate fills in
     (accelerate/accelerator.py::Accelerator._prepare_deepspeed[: hidden_size * hidden_size]).
 
@@ -53,8 +53,8 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     section = as_mapping(config.get("zero_optimization"))
     stage = section.get("stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int):
-        shown = brief(repr(stage), 40)
-        raise undescribed(f"`stage` of `zero_optimization` is {shown}, no number")
+        shown = shorten(repr(stage), 40)
+        raise refuse_undescribed(f"`stage` of `zero_optimization` is {shown}, no number")
     square = hidden * hidden
     auto = {"bucket": square, "prefetch": int(0.9 * square), "persistence": 10 * hidden}
     sizes: dict[str, int] = {}
@@ -237,7 +237,7 @@ class Setup:
         return self.adapters.bytes
 
 
-def undescribed(message: str, **place: Any) -> InvalidConfig:
+def refuse_undescribed(message: str, **place: Any) -> InvalidConfig:
     """`unknown-memory`: what the memory model leaves out; `place` is where the file asks for it."""
     help = "measure it: `launch check` tells the peak of a short run"
     return InvalidConfig(launch_finding("error", "unknown-memory", message, help, **place))

@@ -15,19 +15,27 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, about, errors, launch_finding
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    NotReady,
+    launch_finding,
+    select_errors,
+    set_subject,
+)
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.devices import VARIABLE, Devices, Look, Slot
 from launcher.machine.python import Trainer
-from launcher.machine.sizes import sized
-from launcher.plan.command import source_environment
+from launcher.machine.sizes import format_size
+from launcher.plan.command import build_source_environment
 from launcher.plan.plan import Plan
 from launcher.planning import check
 from launcher.planning.doctor import disk, install
 from launcher.planning.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.runs import rundir
 from launcher.upstream import behaviour
-from launcher.upstream.locate import Upstream, load_schema, unpinned
+from launcher.upstream.locate import Upstream, load_schema, report_unpinned
 from launcher.upstream.trainers import BACKENDS, Backend, Entry
 
 OLDEST = (3, 10)
@@ -60,7 +68,7 @@ class Subject:
     stages: tuple[str, ...]
     gpus: int
     plan: Plan | None = None
-    runs: Path = field(default_factory=rundir.runs_root)
+    runs: Path = field(default_factory=rundir.find_runs_root)
     output: Path | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -74,13 +82,13 @@ class Subject:
 
     def places(self) -> tuple[disk.WriteTarget, ...]:
         """The folders that a run writes into."""
-        return tuple(disk.places(self.plan, self.output, self.runs, self.environ))
+        return tuple(disk.list_places(self.plan, self.output, self.runs, self.environ))
 
     def needs(self) -> disk.Needs | None:
         """The space that a run needs; None if unknown."""
         if self.plan is None:
             return None
-        return disk.needs(self.plan, self.output, self.environ)
+        return disk.estimate_needs(self.plan, self.output, self.environ)
 
 
 class Fact(NamedTuple):
@@ -101,14 +109,14 @@ class Report:
 
     @property
     def exit_code(self) -> Exit:
-        if errors(self.findings):
+        if select_errors(self.findings):
             return Exit.NOT_READY
         return Exit.OK
 
     def lines(self) -> list[str]:
         width = max((len(fact.name) for fact in self.facts), default=0)
         lines = [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
-        codes = dict.fromkeys(finding.code for finding in errors(self.findings))
+        codes = dict.fromkeys(finding.code for finding in select_errors(self.findings))
         end = "ready"
         if codes:
             end = f"not ready: {', '.join(codes)}"
@@ -133,17 +141,17 @@ def require_ready(plan: Plan, trainer: Trainer, chosen: Devices | None) -> tuple
     `chosen` are the GPUs of the run; None if those of this machine do not count, because it trains
     elsewhere or later. Raises NotReady with everything that is missing.
     """
-    subject = of_plan(plan, trainer)
+    subject = make_subject(plan, trainer)
     if chosen is None:
         subject = replace(subject, gpus=0)
         chosen = Devices()
-    findings = (*_check_subject(subject, chosen), *local_files(plan))
-    if errors(findings):
-        raise NotReady(errors(findings))
-    return about("machine", findings)
+    findings = (*_check_subject(subject, chosen), *check_local_files(plan))
+    if select_errors(findings):
+        raise NotReady(select_errors(findings))
+    return set_subject("machine", findings)
 
 
-def of_plan(plan: Plan, trainer: Trainer) -> Subject:
+def make_subject(plan: Plan, trainer: Trainer) -> Subject:
     return Subject(
         trainer=trainer,
         upstream=plan.stage.upstream,
@@ -171,14 +179,14 @@ def examine(
         imports = _try_imports(subject, chosen, timeout_s)
     findings = [*_check_subject(subject, chosen, imports)]
     if subject.plan is not None:
-        findings += local_files(subject.plan)
+        findings += check_local_files(subject.plan)
     findings += _check_checkout(subject)
     extra = subject.backend.EXTRA
     gpus = bool(subject.gpus)
     return Report(
         findings=tuple(findings),
         facts=tuple(_list_facts(subject, imports, chosen, look)),
-        install=install.steps(subject.trainer, extra, gpus=gpus, more=list_needed(subject)),
+        install=install.list_steps(subject.trainer, extra, gpus=gpus, more=list_needed(subject)),
     )
 
 
@@ -186,17 +194,17 @@ def _check_subject(
     subject: Subject, chosen: Devices, imports: Imports | None = None
 ) -> Iterator[Finding]:
     """Everything that costs no import, and what `imports` showed; worst first."""
-    yield from source(subject, imports)
+    yield from check_source(subject, imports)
     yield from chosen.findings
     if subject.gpus and chosen.slots:
-        yield from driver_and_torch(subject.trainer, chosen.slots[0].gpu.cuda)
-    yield from shared_memory(subject.gpus)
+        yield from check_driver_and_torch(subject.trainer, chosen.slots[0].gpu.cuda)
+    yield from check_shared_memory(subject.gpus)
     places = subject.places()
     yield from disk.check_writable(places)
     yield from disk.check_space(subject.needs(), subject.output, places)
 
 
-def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
+def check_source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
     """Check for a checkout, packages, and a Python that upstream and the probe run on."""
     trainer = subject.trainer
     if subject.upstream.root is None and subject.upstream.is_checkout:
@@ -226,10 +234,10 @@ def _check_checkout(subject: Subject) -> Iterator[Finding]:
     if not upstream.is_checkout or upstream.root is None:
         return
     if subject.plan is None:
-        fault = unpinned(upstream, allowed=False, where_found="error")
+        fault = report_unpinned(upstream, allowed=False, where_found="error")
         if fault is not None:
             yield fault
-    status = pin.status(upstream.root, subject.environ)
+    status = pin.read_status(upstream.root, subject.environ)
     module = status.submodule
     if status.fill is not None and module.state in {"missing", "empty"}:
         message = f"the submodule {module.path} is {module.state}; {upstream.root} is used"
@@ -245,7 +253,7 @@ def check_packages(subject: Subject, imports: Imports | None = None) -> Iterator
     trainer = subject.trainer
     absent = _find_absent(subject, imports)
     if absent:
-        steps = install.install(trainer, [install.requirement(name) for name in absent])
+        steps = install.install(trainer, [install.find_requirement(name) for name in absent])
         commands = "; then ".join(step.shell() for step in steps)
         target = f" --backend {subject.upstream.backend}"
         if subject.plan is not None:
@@ -268,7 +276,7 @@ def check_packages(subject: Subject, imports: Imports | None = None) -> Iterator
 def _find_absent(subject: Subject, imports: Imports) -> list[str]:
     """The distributions that are missing, each once."""
     distributions = {module: name for name, module in install.MODULES.items()}
-    absent = list(install.missing(list_needed(subject), subject.trainer))
+    absent = list(install.find_missing(list_needed(subject), subject.trainer))
     for failure in imports.failures:
         if failure.missing:
             absent.append(distributions.get(failure.missing, failure.missing))
@@ -333,7 +341,7 @@ def _try_imports(subject: Subject, chosen: Devices, timeout_s: float) -> Imports
     elif not chosen.refused:
         environ |= chosen.env()
     if subject.upstream.root is not None:
-        environ |= source_environment(subject.backend, subject.upstream.root, environ)
+        environ |= build_source_environment(subject.backend, subject.upstream.root, environ)
     return install.try_imports(
         modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=gpus
     )
@@ -362,7 +370,7 @@ class TorchBuild(NamedTuple):
     hip: str | None
 
 
-def torch_of(trainer: Trainer) -> TorchBuild | None:
+def find_torch(trainer: Trainer) -> TorchBuild | None:
     """The build of the trainer's torch by its own version file; None if that is not readable."""
     for folder in trainer.path:
         with contextlib.suppress(OSError, ValueError):
@@ -375,12 +383,12 @@ def torch_of(trainer: Trainer) -> TorchBuild | None:
     return None
 
 
-def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator[Finding]:
+def check_driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator[Finding]:
     """Check that torch can use the driver; `cuda` is the newest version that the driver serves.
 
     Within a major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
     """
-    torch = torch_of(trainer)
+    torch = find_torch(trainer)
     if torch is None or torch.hip is not None:
         return
     command = f"{trainer.python} -m pip install --force-reinstall torch"
@@ -399,7 +407,7 @@ def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator
         yield launch_finding("error", "old-driver", message, help)
 
 
-def shared_memory(processes: int) -> Iterator[Finding]:
+def check_shared_memory(processes: int) -> Iterator[Finding]:
     try:
         size = shutil.disk_usage(SHM).total
     except OSError:
@@ -422,7 +430,7 @@ def _list_facts(
     }
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
     yield Fact("source", subject.upstream.describe(), subject.upstream.as_json())
-    torch = torch_of(trainer)
+    torch = find_torch(trainer)
     if torch is not None:
         target = "the CPU"
         if torch.cuda:
@@ -440,14 +448,14 @@ def _list_facts(
         text = "unknown: the model's size is not known from here"
         needs = subject.needs()
         if needs is not None:
-            text = f"up to {sized(needs.likely)}: {disk.describe_needs(needs)}"
+            text = f"up to {format_size(needs.likely)}: {disk.describe_needs(needs)}"
         yield Fact("will write", text)
     for place in subject.places():
         room = disk.measure_room(place.path)
         text = "unknown"
         value: dict[str, object] = {"path": str(place.path), "free": None}
         if room is not None:
-            text = f"{sized(room.free)} free"
+            text = f"{format_size(room.free)} free"
             value["free"] = room.free
         yield Fact(place.what, f"{place.path}, {text}", value)
 
@@ -485,7 +493,7 @@ def _describe_slot(slot: Slot, chosen: Devices, look: Look) -> Fact:
     return Fact(f"GPU {gpu.index}", text, card)
 
 
-def local_files(plan: Plan) -> Iterator[Finding]:
+def check_local_files(plan: Plan) -> Iterator[Finding]:
     """Data files that are missing, which is an error where the run starts."""
     for finding in plan.stage.findings:
         if finding.code == "missing-data":

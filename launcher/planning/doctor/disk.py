@@ -21,11 +21,11 @@ from launcher.cache.keys import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity, launch_finding
 from launcher.files import read_json
 from launcher.lazy_dataclass import dataclass
-from launcher.machine.sizes import size_below, sized
+from launcher.machine.sizes import format_size, measure_size
 from launcher.paths import exists
 from launcher.plan.memory.setup import Setup
-from launcher.plan.plan import Plan, step_limit
-from launcher.planning.resume.epochs import interval
+from launcher.plan.plan import Plan, find_step_limit
+from launcher.planning.resume.epochs import find_interval
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Values
 
@@ -90,33 +90,33 @@ class Room(NamedTuple):
     device: int
 
 
-def parameters_of(
+def count_parameters(
     name: object, environ: Mapping[str, str], revision: str | None = None
 ) -> int | None:
     """The parameters of a model by folder or hub name, from its weights' headers or its config.
 
     None if neither is on this machine; nothing is downloaded.
     """
-    path = model_config.where(name, environ, revision)
+    path = model_config.find_config_file(name, environ, revision)
     if path is None:
         return None
-    sizes = model_files.sizes(path.parent)
+    sizes = model_files.read_sizes(path.parent)
     if sizes:
         return sum(map(math.prod, sizes.values()))
     try:
-        return architecture.shape_of(read_json(path)).parameters
+        return architecture.parse_shape(read_json(path)).parameters
     except InvalidConfig:
         return None
 
 
-def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs | None:
+def estimate_needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs | None:
     """The bytes of checkpoints and the final model; None if the model's size is unknown."""
     values = plan.values
     name = values.get("model_name_or_path")
-    count = parameters_of(name, environ, values.get("model_revision"))
+    count = count_parameters(name, environ, values.get("model_revision"))
     if count is None or values.get("cache_dataset_only") is True:
         return None
-    likely = saved(plan, count)
+    likely = estimate_saved(plan, count)
     if likely is None:
         return None
     watch = plan.stage.options.probe
@@ -146,11 +146,11 @@ def _measure_checkpoints(output: Path | None) -> int:
     with contextlib.suppress(OSError, ValueError):
         for place in output.iterdir():
             if place.name.startswith(_CHECKPOINTS):
-                total += size_below(place)
+                total += measure_size(place)
     return total
 
 
-def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
+def estimate_saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
     """What a run saves of a model with `count` parameters; None if unknown.
 
     Only its `setup` tells the size of an adapter and of weights in 4 bits.
@@ -286,13 +286,13 @@ def _count_moment_bytes(values: Values, width: int) -> int:
 
 def _count_saves(plan: Plan) -> int | None:
     """How many periodic checkpoints the whole run saves; None if unknown."""
-    every = interval(plan)
+    every = find_interval(plan)
     entry = plan.stage.entry
     if every is None or plan.steps == 0:
         return 0
     if every == "epoch":
         epochs = plan.values.get(entry.names.epochs)
-        has_limit = step_limit(plan.stage, plan.values) is not None
+        has_limit = find_step_limit(plan.stage, plan.values) is not None
         if has_limit or not isinstance(epochs, int | float):
             return None
         return math.ceil(epochs)
@@ -312,15 +312,15 @@ class WriteTarget(NamedTuple):
     vital: bool = False
 
 
-def places(
+def list_places(
     plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
 ) -> Iterator[WriteTarget]:
-    hub = model_config.hub_home(environ)
-    triton = Path(environ.get("TRITON_HOME") or model_config.home(environ), ".triton", "cache")
+    hub = model_config.find_hub_home(environ)
+    triton = Path(environ.get("TRITON_HOME") or model_config.find_home(environ), ".triton", "cache")
     if output is not None:
         yield WriteTarget(output, "checkpoints and the model", "output_dir", vital=True)
     yield WriteTarget(runs, "run folders", "LAUNCH_RUNS", vital=True)
-    yield WriteTarget(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
+    yield WriteTarget(model_config.find_hub_cache(environ), "models from the hub", "HF_HOME")
     by_variable = (
         ("HF_DATASETS_CACHE", "data sets from the hub", hub / "datasets"),
         ("LAUNCH_CACHE", "launch's caches", cache_home(environ)),
@@ -348,7 +348,7 @@ def measure_room(path: Path) -> Room | None:
         return None
 
 
-def not_writable(path: Path) -> str | None:
+def find_write_fault(path: Path) -> str | None:
     """Why nothing can be written at a place; None if it can. A nameless file is tried."""
     folder = _find_nearest(path)
     if not folder.is_dir():
@@ -374,7 +374,7 @@ def _find_nearest(path: Path) -> Path:
 def check_writable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
     reported: set[Path] = set()
     for target in targets:
-        reason = not_writable(target.path)
+        reason = find_write_fault(target.path)
         if reason is None or target.path in reported:
             continue
         reported.add(target.path)
@@ -392,16 +392,16 @@ def check_space(
         room = measure_room(output)
     reported: int | None = None
     if room is not None and needed is not None:
-        message = f"{sized(room.free)} free at {output}, and this run writes "
+        message = f"{format_size(room.free)} free at {output}, and this run writes "
         help = "another output_dir, fewer checkpoints (keep_last_n_checkpoints or "
         help += "save_total_limit), or remove what is not needed"
         if room.free < needed.least:
             reported = room.device
-            message += f"at least {sized(needed.least)}: {describe_needs(needed)}"
+            message += f"at least {format_size(needed.least)}: {describe_needs(needed)}"
             yield launch_finding("error", "too-little-space", message, help, file=str(output))
         elif room.free < needed.likely * MARGIN:
             reported = room.device
-            message += f"up to {sized(needed.likely)}: {describe_needs(needed)}"
+            message += f"up to {format_size(needed.likely)}: {describe_needs(needed)}"
             yield launch_finding("warning", "little-space", message, help, file=str(output))
     full: dict[int, tuple[Room, list[WriteTarget]]] = {}
     for target in targets:
@@ -411,7 +411,7 @@ def check_space(
     for room, on_device in full.values():
         path = on_device[0].path
         names = ", ".join(dict.fromkeys(target.what for target in on_device))
-        message = f"{sized(room.free)} free at {path} ({names})"
+        message = f"{format_size(room.free)} free at {path} ({names})"
         help = "remove what is not needed there"
         yield launch_finding("warning", "little-space", message, help, file=str(path))
 
@@ -421,11 +421,11 @@ def describe_needs(needed: Needs) -> str:
     saved = needed.saved
     parts = []
     if saved.together:
-        size = sized(saved.checkpoint)
+        size = format_size(saved.checkpoint)
         parts.append(f"{saved.together} checkpoint(s) of {size} ({saved.formula})")
     if saved.final:
-        parts.append(f"the model, {sized(saved.final)}")
+        parts.append(f"the model, {format_size(saved.final)}")
     text = f"{', '.join(parts) or 'an adapter'}; {needed.parameters:,} parameters"
     if needed.there:
-        text += f"; {sized(needed.there)} of it are there already"
+        text += f"; {format_size(needed.there)} of it are there already"
     return text

@@ -23,7 +23,7 @@ from launcher.files import parse_line
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, process
 from launcher.machine.python import Trainer
-from launcher.paths import PACKAGE, shipped
+from launcher.paths import PACKAGE, find_shipped
 
 CHILD = PACKAGE / "machine" / "importing.py"
 TIMEOUT_S = 300.0
@@ -50,7 +50,7 @@ _KEPT = ("torch", "transformers", "accelerate", "datasets")
 BUILD = ("setuptools", "wheel", "ninja", "py-cpuinfo", "hjson", "pydantic", "packaging", "psutil")
 
 
-def missing(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
+def find_missing(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     """The distributions that the trainer's Python has neither as metadata nor as a file."""
     path = [str(folder) for folder in trainer.path]
     absent = []
@@ -123,7 +123,7 @@ def try_imports(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=isolation.isolated(environ),
+        env=isolation.isolate(environ),
         start_new_session=True,
     )
     question = json.dumps({"modules": list(modules), "cuda": cuda})
@@ -131,7 +131,7 @@ def try_imports(
         out, err = child.communicate(question.encode(), timeout=timeout_s)
         end = _describe_end(child.returncode)
     except subprocess.TimeoutExpired:
-        started = process.descendants(child.pid)
+        started = process.find_descendants(child.pid)
         process.signal_group(child.pid, signal.SIGKILL)
         process.signal_all(started, signal.SIGKILL)
         out, err = child.communicate()
@@ -186,31 +186,31 @@ class InstallStep:
 
 
 @cache
-def extras() -> Mapping[str, Sequence[str]]:
+def read_extras() -> Mapping[str, Sequence[str]]:
     """The requirements of launch's extras; empty if its pyproject.toml is not there."""
     try:
-        text = shipped("pyproject.toml").read_text(encoding="utf-8")
+        text = find_shipped("pyproject.toml").read_text(encoding="utf-8")
     except OSError:
         return {}
     return dict(tomllib.loads(text)["project"]["optional-dependencies"])
 
 
 @cache
-def tested() -> Mapping[str, str]:
+def read_tested() -> Mapping[str, str]:
     """The requirement of each package with the version that launch was tested with."""
     requirements = {}
     for extra in ("gpu", "trl", "open-instruct"):
-        for text in extras().get(extra, ()):
+        for text in read_extras().get(extra, ()):
             requirements[_parse_name(text)] = text
     return requirements
 
 
-def requirement(name: str) -> str:
+def find_requirement(name: str) -> str:
     """The tested requirement of a package, else its name."""
-    return tested().get(name, name)
+    return read_tested().get(name, name)
 
 
-def steps(
+def list_steps(
     trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()
 ) -> tuple[InstallStep, ...]:
     """The commands that install all packages of a backend (`extra` of launch), and `more`."""
@@ -219,9 +219,9 @@ def steps(
         wanted.append("gpu")
     requirements: list[str] = []
     for name in dict.fromkeys(wanted):
-        requirements += extras().get(name, ())
+        requirements += read_extras().get(name, ())
     names = set(map(_parse_name, requirements))
-    requirements += [requirement(name) for name in more if name not in names]
+    requirements += [find_requirement(name) for name in more if name not in names]
     return install(trainer, requirements)
 
 
@@ -241,7 +241,7 @@ def install(trainer: Trainer, requirements: Sequence[str]) -> tuple[InstallStep,
     if built:
         for name in (*BUILD, "torch"):
             if name not in trainer.packages:
-                plain.setdefault(name, requirement(name))
+                plain.setdefault(name, find_requirement(name))
     pip = pip_install(trainer)
     steps = []
     if "pip" not in trainer.packages and pip[0] == str(trainer.python):
@@ -262,7 +262,7 @@ def _format_requirement(name: str, trainer: Trainer) -> str:
     """The installed version of a package, else the one that launch asks for."""
     version = trainer.packages.get(name)
     if version is None:
-        return requirement(name)
+        return find_requirement(name)
     return f"{name}=={version}"
 
 
@@ -277,7 +277,7 @@ def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...
         uv = isolation.find_program("uv")
         if uv is not None:
             words = [uv, "pip", "install", "--python", str(trainer.python)]
-    versions = shipped("constraints.txt")
+    versions = find_shipped("constraints.txt")
     if constrained and versions.is_file():
         words += ["-c", str(versions)]
     return tuple(words)

@@ -64,17 +64,17 @@ class TrainerReports:
         }
 
 
-def of_each_backend(request: Request, say: Callable[[str], None]) -> TrainerReports:
+def examine_each_backend(request: Request, say: Callable[[str], None]) -> TrainerReports:
     """For every trainer; `say` is told whose packages are being imported."""
     reports = {}
     for number, backend in enumerate(BACKENDS, start=1):
         progress = f"{number} of {len(BACKENDS)}"
         say(f"importing what {backend} imports ({progress}); this can take a minute")
-        reports[backend] = of_backend(request, backend)
+        reports[backend] = examine_backend(request, backend)
     return TrainerReports(reports=reports)
 
 
-def of_stage(request: Request, *, importing: bool = True) -> Report:
+def examine_stage(request: Request, *, importing: bool = True) -> Report:
     """For a stage file on this machine.
 
     Raises InvalidConfig if installing packages cannot repair what is wrong with the file.
@@ -87,16 +87,16 @@ def of_stage(request: Request, *, importing: bool = True) -> Report:
         # the faults of the installed packages are shown beside the commands that install others
         faults = error.findings
         plan = check.require(replace(facts, packages=None))
-    subject = checks.of_plan(plan, facts.trainer)
+    subject = checks.make_subject(plan, facts.trainer)
     chosen = facts.choose_devices() or Devices()
     report = checks.examine(subject, chosen, look=facts.look, importing=importing)
     return replace(report, findings=(*faults, *report.findings))
 
 
-def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
+def examine_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
     """For a backend, whatever the stage: of the request only the machine's side counts."""
     look = devices.survey_devices(os.environ)
-    names = devices.slots_named(request.devices)
+    names = devices.parse_slots(request.devices)
     locator, trainer = collect.find_source(request, backend)
     if request.gpus is None and not names:
         chosen = Devices(slots=look.visible, why="all that are visible")

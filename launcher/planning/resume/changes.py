@@ -10,7 +10,7 @@ from typing import Any
 from launcher.cache import inputs
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
-from launcher.errors import Severity, brief
+from launcher.errors import Severity, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.machine.python import Trainer
@@ -108,7 +108,7 @@ class ResumeChange:
 
     @property
     def differs(self) -> str:
-        return f"`{self.what}` changed: {brief(self.before)} -> {brief(self.after)}"
+        return f"`{self.what}` changed: {shorten(self.before)} -> {shorten(self.after)}"
 
     @property
     def text(self) -> str:
@@ -193,8 +193,8 @@ class Comparison:
         names = plan.stage.entry.names
         renamed = []
         for name, role in ((names.model, "model"), (names.data, "data")):
-            was = inputs.digests(self.record.contents, role)
-            if was and None not in was and was == inputs.digests(self.now, role):
+            was = inputs.list_digests(self.record.contents, role)
+            if was and None not in was and was == inputs.list_digests(self.now, role):
                 renamed.append(name)
         for name in plan.stage.schema.fields:
             effect, severity = _find_effect(name)
@@ -211,7 +211,9 @@ class Comparison:
             if name in renamed:
                 effect = "another name for the same content"
                 severity = "note"
-            elif _STATE.fullmatch(name) and not unused.acts(plan.values, plan.stage.entry, name):
+            elif _STATE.fullmatch(name) and not unused.may_be_read(
+                plan.values, plan.stage.entry, name
+            ):
                 effect = "nothing reads it here"
                 severity = "note"
             elif name == "optim" and before in _ADAMW and after in _ADAMW:
@@ -224,15 +226,15 @@ class Comparison:
         # without an adapter or a reference the weights come out of the checkpoint alone
         needs_base = self.plan.stage.schema.pairs or _has_adapter(self.plan)
         for role, what, effect in _EFFECTS:
-            was = inputs.digests(record, role)
-            now = inputs.digests(self.now, role)
+            was = inputs.list_digests(record, role)
+            now = inputs.list_digests(self.now, role)
             if not was or not now or None in (*was, *now) or was == now:
                 continue
             severity: Severity = "error"
             if role == "model" and not needs_base:
                 severity = "warning"
-            after = f"{inputs.names(self.now, role)}, with other content"
-            yield ResumeChange(what, inputs.names(record, role), after, effect, severity)
+            after = f"{inputs.join_names(self.now, role)}, with other content"
+            yield ResumeChange(what, inputs.join_names(record, role), after, effect, severity)
 
     def _compare_engine(self) -> Iterator[ResumeChange]:
         """With DeepSpeed or without, and the precision; not compared between a CPU and GPUs."""
@@ -242,7 +244,7 @@ class Comparison:
         if gpus is None or bool(gpus) is not bool(plan.gpus):
             return
         # the first record that was kept of contents tells whether there was none
-        if inputs.digests(record, "code"):
+        if inputs.list_digests(record, "code"):
             was = _find_engine(record)
             now = _find_engine(self.now)
             if was != now:
@@ -310,7 +312,7 @@ def _format_versions(names: Iterable[str], packages: Mapping[str, str]) -> str:
 
 
 def _find_engine(contents: Any) -> str:
-    if inputs.digests(contents, "deepspeed"):
+    if inputs.list_digests(contents, "deepspeed"):
         return "DeepSpeed"
     return "none"
 

@@ -25,14 +25,14 @@ from launcher.artifacts import checkpoints
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
-from launcher.errors import Finding, Severity, errors, launch_finding, not_ready, usage
+from launcher.errors import Finding, Severity, launch_finding, not_ready, select_errors, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
-from launcher.paths import canonical, exists
+from launcher.paths import exists, resolve_path
 from launcher.plan.derive import Derived
-from launcher.plan.plan import Plan, model_in
+from launcher.plan.plan import Plan, find_model_in
 from launcher.planning import checksums
 from launcher.planning.resume import changes, epochs
 from launcher.planning.resume.changes import Comparison, ResumeChange
@@ -41,7 +41,7 @@ from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.upstream.logs import open_instruct
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry
@@ -157,7 +157,7 @@ def _propose_outputs(stage: Stage) -> Iterator[tuple[str, Path]]:
         yield value, folder.absolute()
 
 
-def aside_folder(output: Path) -> Path:
+def name_aside_folder(output: Path) -> Path:
     """Where checkpoints go that upstream must not find: upstream would upload what lies inside."""
     return output.with_name(f"{output.name}.set-aside")
 
@@ -169,7 +169,7 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
     """
     moved = []
     for path in decision.aside:
-        target = aside_folder(path.parent) / f"{path.name}.attempt-{attempt}"
+        target = name_aside_folder(path.parent) / f"{path.name}.attempt-{attempt}"
         try:
             target.parent.mkdir(exist_ok=True)
             os.rename(path, target)
@@ -183,7 +183,7 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
     return moved
 
 
-def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
+def list_manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
     """The readable manifests of the attempts of a stage, oldest first.
 
     The run folder has those of its own attempts. The output folder has copies of those of all
@@ -330,13 +330,13 @@ class ResumeJudge:
 
     def _is_finished(self) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
-        model = self.output and model_in(self.plan, self.output)
+        model = self.output and find_model_in(self.plan, self.output)
         is_cache_only = self.history[-1].argument("cache_dataset_only") is True
-        if is_cache_only or checkpoints.model_fault(model) is not None:
+        if is_cache_only or checkpoints.find_model_fault(model) is not None:
             return False
         if self.folder is None:
             # as far as the output folder tells
-            last = lease.newest_lease(self.output)
+            last = lease.find_newest_lease(self.output)
             return last is not None and last.code == 0
         ended = runner.read_exit(self.folder, max(1, self.folder.attempts()))
         if ended is not None:
@@ -365,8 +365,8 @@ class ResumeJudge:
         if self.named is not None:
             return self._resume_named(Path(self.named), candidates)
         taken = None
-        if not errors(self.findings):
-            taken = checkpoints.taken_by_upstream(self.backend, self.output)
+        if not select_errors(self.findings):
+            taken = checkpoints.find_upstream_resume(self.backend, self.output)
         for checkpoint in candidates:
             if checkpoint.path == taken:
                 return self._resume_foreign(checkpoint, candidates)
@@ -383,7 +383,7 @@ class ResumeJudge:
 
     def _resume_foreign(self, chosen: Checkpoint, candidates: Sequence[Checkpoint]) -> Decision:
         """open-instruct resumes by itself; that it is not this run's is a rule of its own."""
-        fault = chosen.why_incomplete or checksums.fault(None, chosen)
+        fault = chosen.why_incomplete or checksums.find_fault(None, chosen)
         if fault is not None:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._add_finding(
@@ -414,7 +414,7 @@ class ResumeJudge:
         whole = [checkpoint for checkpoint in candidates if checkpoint.complete]
         while whole:
             chosen, wrong = self._choose_checkpoint(whole)
-            fault = checksums.fault(self.folder, chosen)
+            fault = checksums.find_fault(self.folder, chosen)
             if fault is None:
                 return self._continue(candidates, chosen, whole[-1], wrong)
             message = f"{chosen.name} is not used: {fault}"
@@ -447,7 +447,7 @@ class ResumeJudge:
         message = f"continues from {chosen.path}"
         if total is not None:
             message += f", {max(0, total - step)} of {total} steps are left"
-        if not checksums.recorded(self.folder, chosen):
+        if not checksums.read_recorded(self.folder, chosen):
             message += "; not verified: no checksums of it were recorded, and a changed byte of "
             message += "its weights (`.safetensors`) would show nowhere"
         self._add_finding("note", "resumes", message, "--fresh starts over in a new folder")
@@ -500,10 +500,10 @@ class ResumeJudge:
         step = 0
         fault = None
         for checkpoint in candidates:
-            if canonical(checkpoint.path) == canonical(named):
+            if resolve_path(checkpoint.path) == resolve_path(named):
                 same = checkpoint
                 step = checkpoint.number
-                fault = checksums.fault(self.folder, checkpoint)
+                fault = checksums.find_fault(self.folder, checkpoint)
         if fault is not None:
             key = "resume_from_checkpoint"
             self._add_finding(
@@ -640,13 +640,13 @@ class ResumeJudge:
             step = self._find_step(chosen)
             if chosen.kind == "epoch":
                 epoch = chosen.number
-        every = epochs.interval(self.plan)
+        every = epochs.find_interval(self.plan)
         next_name = None
         if isinstance(every, int):
             following = (max(step, 0) // every + 1) * every
-            next_name = checkpoints.folder_name(self.backend, "step", following)
+            next_name = checkpoints.name_checkpoint(self.backend, "step", following)
         elif every == "epoch":
-            next_name = checkpoints.folder_name(self.backend, "epoch", epoch + 1)
+            next_name = checkpoints.name_checkpoint(self.backend, "epoch", epoch + 1)
         aside = []
         for checkpoint in candidates:
             # upstream takes a step's before any epoch's
@@ -659,7 +659,7 @@ class ResumeJudge:
         if aside and self.output is not None:
             names = ", ".join(path.name for path in aside[:4])
             message = f"{names} would be resumed from or marked wrongly by upstream, "
-            message += f"and moves to {aside_folder(self.output)}"
+            message += f"and moves to {name_aside_folder(self.output)}"
             self._add_finding("note", "set-aside", message, "delete it there if nobody needs it")
         return tuple(aside)
 
@@ -714,15 +714,15 @@ class ResumeJudge:
         loads = "dpo_tune_cache.py::main[accelerator.load_state]"
         computes = "dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]"
         message = f"{place} is gone: the checkpoint is loaded before the reference is computed "
-        message += rendered(f"({loads}, {computes}), ")
+        message += render_citations(f"({loads}, {computes}), ")
         message += "and the half-trained model would be its own reference"
         help = "bring it back, or start over with --fresh"
         self._add_finding(severity, "reference-gone", message, help, "model_name_or_path")
 
     def _check_names(self) -> None:
-        names = checkpoints.strange_names(self.backend, self.output)
+        names = checkpoints.list_strange_names(self.backend, self.output)
         if names:
-            crash = rendered("(utils.py::get_last_checkpoint[checkpoint_steps =])")
+            crash = render_citations("(utils.py::get_last_checkpoint[checkpoint_steps =])")
             message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a "
             message += f"checkpoint {crash}"
             self._add_finding("error", "checkpoint-name", message, "move or rename it")
@@ -730,7 +730,7 @@ class ResumeJudge:
     def _check_first_start(self) -> None:
         """What to know of checkpoints before there are any."""
         self._check_names()
-        self.findings += epochs.findings(self.plan, self._compute_layout(), self.trainer)
+        self.findings += epochs.check_first_start(self.plan, self._compute_layout(), self.trainer)
 
 
 def _list_names(candidates: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from launcher.errors import Finding, launch_finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine.python import Trainer
-from launcher.paths import expanded
+from launcher.paths import expand_user
 from launcher.plan.plan import Plan
 
 _KEEPS_ORDER = re.compile(r"iteration\s*=\s*dataloader\.iteration")
@@ -214,13 +214,13 @@ def keeps_order(trainer: Trainer) -> bool:
     resumed in the order of the first one. True if accelerate's source is not found.
     """
     for place in trainer.path:
-        path = expanded(place) / "accelerate" / "data_loader.py"
+        path = expand_user(place) / "accelerate" / "data_loader.py"
         with contextlib.suppress(OSError, ValueError):
             return _KEEPS_ORDER.search(path.read_text(encoding="utf-8")) is not None
     return True
 
 
-def interval(plan: Plan) -> int | str | None:
+def find_interval(plan: Plan) -> int | str | None:
     """Optimizer steps between two checkpoints; None if none is saved; else what decides.
 
     That is `epoch`, `best` (the score), or `share` of steps whose number is unknown.
@@ -248,9 +248,11 @@ def interval(plan: Plan) -> int | str | None:
     return math.ceil(steps * plan.steps) or None
 
 
-def findings(plan: Plan, layout: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
+def check_first_start(
+    plan: Plan, layout: EpochLayout | None, trainer: Trainer
+) -> Iterator[Finding]:
     """What to say at the first start; `layout` is how epochs will be cut, None if unknown."""
-    every = interval(plan)
+    every = find_interval(plan)
     yield from _report_no_checkpoints(plan, every)
     if plan.stage.entry.counts_in_script and isinstance(every, int) and layout is not None:
         yield from _report_inexact_checkpoints(plan, layout, every, keeps_order(trainer))

@@ -55,7 +55,7 @@ def chat(channel: Channel, settings: dict[str, Any]) -> None:
     A request is `{"messages": [...], "as": "model" or "base", "sampling": {...}}`. Its answer is
     events `text`, and `answered` at the end.
     """
-    sources = loading.sources_of(settings["model"])
+    sources = loading.parse_sources(settings["model"])
     trained = loading.load(sources)
     base = None
     if settings["beside"] and sources.base is not None and not sources.is_adapter:

@@ -47,7 +47,7 @@ def export_olmo_core(settings: dict[str, Any], tell: Callable[..., None]) -> Non
     if scaling:
         config = config.with_rope_scaling(olmo_core_utils.YaRNRoPEScalingConfig(**scaling))
     trained = config.build(init_device="cpu")
-    checkpoints.load_model_and_optim_state(weights_of(checkpoint), trained)
+    checkpoints.load_model_and_optim_state(find_weights(checkpoint), trained)
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings["tokenizer"] or name)
     olmo_core_utils.save_state_dict_as_hf(trained.state_dict(), into, name, tokenizer)
     saved = transformers.AutoModelForCausalLM.from_pretrained(into, dtype=torch.float32)
@@ -75,7 +75,7 @@ def find_newest_checkpoint(output: str) -> str | None:
     return os.path.join(output, f"step{newest_step}") if newest_step else None
 
 
-def weights_of(checkpoint: str) -> str:
+def find_weights(checkpoint: str) -> str:
     """The folder of a checkpoint of OLMo-core's trainer with its weights and moments."""
     inner = os.path.join(checkpoint, "model_and_optim")
     return inner if os.path.isdir(inner) else checkpoint

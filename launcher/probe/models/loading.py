@@ -48,7 +48,7 @@ class ModelSources:
         return self.base
 
 
-def sources_of(model: dict[str, Any]) -> ModelSources:
+def parse_sources(model: dict[str, Any]) -> ModelSources:
     """Read what `launcher.trained.model` writes."""
     trusts_code = model["trusts_code"]
     base = model["base"]

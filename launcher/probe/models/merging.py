@@ -24,7 +24,7 @@ def merge(channel: Channel, settings: dict[str, Any]) -> None:
     alone does. `kept` is the share of that effect which the saved model has, along its direction:
     rounding, which has no direction, does not count.
     """
-    sources = loading.sources_of(settings["model"])
+    sources = loading.parse_sources(settings["model"])
     if sources.base is not None:
         loading.require_whole(sources.base)
     loaded = loading.load(sources)

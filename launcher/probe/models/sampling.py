@@ -12,7 +12,7 @@ from .loading import Loaded
 
 def sample(channel: Channel, settings: dict[str, Any]) -> None:
     """Answer the prompts with the trained model, then with its base; one event `sample` each."""
-    sources = loading.sources_of(settings["model"])
+    sources = loading.parse_sources(settings["model"])
     prompts = settings["prompts"]
     decoding = Decoding(**settings["sampling"])
     trained = loading.load(sources)

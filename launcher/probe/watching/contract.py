@@ -7,8 +7,8 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, ModuleAction, observed, wrap
-from .process import ProbePiece, Process, local_rank
+from .hooks import Call, ModuleAction, react, wrap
+from .process import ProbePiece, Process, read_local_rank
 from .supplies import supply_process_group
 from .watchdog import Watchdog
 
@@ -93,7 +93,7 @@ class Liger(ProbePiece):
                     self.losses.add(loss)
             self.record.write("liger_patch", function=name, kwargs=plain)
 
-        wrap(module, name, observed(self.record, after=patched))
+        wrap(module, name, react(self.record, after=patched))
 
 
 class Contract(ProbePiece):
@@ -108,7 +108,7 @@ class Contract(ProbePiece):
         self.expect = {}
         for point, state in self.settings.expect.items():
             # the first rank of a machine fills a cache, and the others hit it
-            shared = point in ("dataset_cache", "reference_cache") and local_rank()
+            shared = point in ("dataset_cache", "reference_cache") and read_local_rank()
             if state != "any" and not shared:
                 self.expect[point] = state
 
@@ -226,7 +226,7 @@ class Caches(ProbePiece):
             self.tell("dataset_cache", os.path.exists(path) and not skips, str(path))
 
         owner = module.LocalDatasetTransformationCache
-        wrap(owner, "load_or_transform_dataset", observed(self.record, before=load))
+        wrap(owner, "load_or_transform_dataset", react(self.record, before=load))
 
     def watch_maps(self, module: ModuleType) -> None:
         """TRL tokenises with `Dataset.map`: the files of a hit are older than the call."""
@@ -259,7 +259,7 @@ class Caches(ProbePiece):
             self.reference = str(path)
             self.tell("reference_cache", path.exists(), self.reference)
 
-        wrap(module, "build_reference_logprobs_cache", observed(self.record, before=build))
+        wrap(module, "build_reference_logprobs_cache", react(self.record, before=build))
 
     def check_first_loss(self, loss: float) -> None:
         """An unchanged policy is its own reference: another loss means another reference."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, observed, wrap, wrap_if_present
-from .packing import UNLABELLED, TokenBatch, side_of, starts_of
+from .hooks import Call, react, wrap, wrap_if_present
+from .packing import UNLABELLED, TokenBatch, find_starts, take_side
 from .process import Module, ProbePiece, Process, Tensor
 
 LOOKS = 8  # micro-batches whose rows are read
@@ -68,7 +68,7 @@ class TokenRow:
         return self.tokens[self.trained[0] : self.trained[-1] + 1] if self.trained else []
 
 
-def row_of(tokens: list[int], labels: list[int]) -> TokenRow:
+def read_row(tokens: list[int], labels: list[int]) -> TokenRow:
     trained = [place for place, label in enumerate(labels) if label != UNLABELLED]
     return TokenRow(tokens, trained)
 
@@ -103,7 +103,7 @@ class Data(ProbePiece):
                 purpose = str(call.kwargs.get("desc") or "filtering")
                 self.filtered.append(FilteredRows(rows, purpose))
 
-        wrap(module.Dataset, "filter", observed(self.record, after=note))
+        wrap(module.Dataset, "filter", react(self.record, after=note))
 
     def watch_preparation(self, module: ModuleType) -> None:
         """TRL's trainers, which filter the rows and may then pack them."""
@@ -163,7 +163,7 @@ class Data(ProbePiece):
             self.tell_rows(before if filtered else after, after, filtered)
 
         owner = module.LocalDatasetTransformationCache
-        wrap(owner, "load_or_transform_dataset", observed(self.record, after=loaded))
+        wrap(owner, "load_or_transform_dataset", react(self.record, after=loaded))
 
     def tell_rows(self, before: int, after: int, filtered: list[FilteredRows]) -> None:
         dropped = []
@@ -208,7 +208,7 @@ class Data(ProbePiece):
             size = float(reference.float().abs().mean())
             self.record.write("reference_precision", dtype=kind, mean=round(size, 2))
 
-        watch = observed(self.record, after=prepared)
+        watch = react(self.record, after=prepared)
         wrap_if_present(module.Trainer, "_prepare_inputs", watch)
 
     def watch_pairs(self, module: ModuleType, open_tally: Callable[[], Any]) -> None:
@@ -217,11 +217,11 @@ class Data(ProbePiece):
         def forward(call: Call) -> None:
             if not self.process.testing and sys.modules["torch"].is_grad_enabled():
                 pairs = call.argument(1, "batch")
-                chosen = side_of(pairs, "chosen")
-                rejected = side_of(pairs, "rejected")
+                chosen = take_side(pairs, "chosen")
+                rejected = take_side(pairs, "rejected")
                 self.count_pairs(chosen, rejected, open_tally())
 
-        wrap_if_present(module, "concatenated_forward", observed(self.record, before=forward))
+        wrap_if_present(module, "concatenated_forward", react(self.record, before=forward))
 
     # -- batches
 
@@ -351,22 +351,22 @@ def split_samples(batch: TokenBatch) -> Iterator[TokenRow]:
         for row, kept in enumerate(batch.padding.tolist()):
             tokens = itertools.compress(ids[row], kept)
             targets = itertools.compress(labels[row], kept)
-            yield row_of(list(tokens), list(targets))
+            yield read_row(list(tokens), list(targets))
     elif batch.positions is not None:
         for row, positions in enumerate(batch.positions.tolist()):
-            starts = starts_of(positions)
+            starts = find_starts(positions)
             for sample in _cut_row(ids[row], labels[row], starts):
                 # padding behind the last sample has position 0 throughout
                 if len(sample.tokens) >= 2:
                     yield sample
     else:
-        yield from map(row_of, ids, labels)
+        yield from map(read_row, ids, labels)
 
 
 def _cut_row(tokens: list[int], labels: list[int], ends: list[int]) -> Iterator[TokenRow]:
     """The samples of a packed row."""
     for begin, end in itertools.pairwise(ends):
-        yield row_of(tokens[begin:end], labels[begin:end])
+        yield read_row(tokens[begin:end], labels[begin:end])
 
 
 def is_repeated(prompt: list[int], answer: list[int]) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 from .contract import Contract
 from .engines import DeepSpeed, Plain, Unsupported, find_engine
-from .model import numel_of
+from .model import count_elements
 from .process import Module, ProbePiece, Process, Tensor
 from .steps import Reading
 
@@ -35,7 +35,7 @@ STRICTNESS = 4.0  # standard deviations of the rounding error that still pass fo
 LARGEST_RATIO = 1e30
 
 
-def tolerance(unit: float, additions: int) -> float:
+def compute_tolerance(unit: float, additions: int) -> float:
     """The relative error, in L2 norm, that rounding alone explains.
 
     Each of `additions` roundings is off by up to `unit` of a partial sum, uniformly, so by
@@ -226,7 +226,7 @@ class Gradients(ProbePiece):
         engine = find_engine(self.model, trained, self.process.world)
         self.engine = engine
         self.names = list(trained)
-        sizes = [numel_of(parameter) for parameter in trained.values()]
+        sizes = [count_elements(parameter) for parameter in trained.values()]
         fitting = ELEMENTS // len(sizes)
         width = max(16, min(ROW, fitting, max(sizes)))
         self.sample = ElementSample(sizes, width)
@@ -380,7 +380,7 @@ class Gradients(ProbePiece):
         # the summands set the size of the roundings, also where they cancel out
         summands = (sums.squares * share).sqrt() * factor
         additions = self.process.world + max(1, self.micro_batches) + 2
-        allowed = tolerance(self.unit, additions)
+        allowed = compute_tolerance(self.unit, additions)
         floor = additions * self.smallest * math.sqrt(len(sums.columns))
         limit = allowed * torch.maximum(true, summands) + floor * factor
         # where autograd itself gave no number or nothing, there is nothing to compare with
@@ -485,7 +485,7 @@ def _find_trained_parameters(model: Module) -> dict[str, Tensor]:
     module: Module = getattr(model, "module", model)
     trained = {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and numel_of(parameter):
+        if parameter.requires_grad and count_elements(parameter):
             trained[name] = parameter
     return trained
 

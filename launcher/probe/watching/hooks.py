@@ -66,7 +66,7 @@ def wrap_if_present(owner: Any, name: str, instead: Replacement) -> None:
         wrap(owner, name, instead)
 
 
-def observed(
+def react(
     record: EventLog, *, before: Reaction | None = None, after: Reaction | None = None
 ) -> Replacement:
     """React to each call. What fails in a reaction is a note in the record."""

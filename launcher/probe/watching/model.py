@@ -24,7 +24,7 @@ PACKAGES = (
 GIB = 2**30
 
 
-def base_of(model: Module) -> Module:
+def find_base(model: Module) -> Module:
     """The model without its adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -33,29 +33,29 @@ def describe(model: Module, record: EventLog) -> dict[str, Any]:
     """The event `model`."""
     base = model
     with record.quietly("unwrap"):
-        base = base_of(model)
+        base = find_base(model)
     config = getattr(base, "config", None)
     shape: dict[str, Any] = {}
     with record.quietly("shape"):
-        shape = shape_of(base)
+        shape = describe_shape(base)
     parameters = list(model.parameters())
     return {
         "class": type(base).__name__,
         "model_type": getattr(config, "model_type", None),
         "attention": getattr(config, "_attn_implementation", None) or _name_olmo_attention(base),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "parameters": sum(map(numel_of, parameters)),
-        "trainable": sum(numel_of(each) for each in parameters if each.requires_grad),
+        "parameters": sum(map(count_elements, parameters)),
+        "trainable": sum(count_elements(each) for each in parameters if each.requires_grad),
         **shape,
     }
 
 
-def numel_of(parameter: Tensor) -> int:
+def count_elements(parameter: Tensor) -> int:
     # DeepSpeed ZeRO-3 leaves a placeholder of size 0 and keeps the real count beside it
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
-def shape_of(model: Module) -> dict[str, Any]:
+def describe_shape(model: Module) -> dict[str, Any]:
     """The figures that the cost of a token follows from."""
     config = getattr(model, "config", None)
     block = _find_olmo_block(model)
@@ -85,7 +85,7 @@ def shape_of(model: Module) -> dict[str, Any]:
     weight = getattr(table, "weight", None)
     return {
         **shape,
-        "embedding": None if weight is None else numel_of(weight),
+        "embedding": None if weight is None else count_elements(weight),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
     }
@@ -117,7 +117,7 @@ def _name_olmo_attention(model: Module) -> str | None:
 
 def describe_device(cpu: bool) -> dict[str, Any]:
     """The event `device`."""
-    torch = torch_in_use(cpu)
+    torch = find_torch(cpu)
     name = "cpu"
     gib = None
     if torch is not None:
@@ -132,7 +132,7 @@ def describe_device(cpu: bool) -> dict[str, Any]:
     return {"name": name, "total_gib": gib, "versions": versions}
 
 
-def torch_in_use(cpu: bool) -> Any:
+def find_torch(cpu: bool) -> Any:
     """The module torch if it uses a GPU; None otherwise."""
     torch = sys.modules.get("torch")
     if torch is None or cpu or not torch.cuda.is_initialized():
@@ -149,7 +149,7 @@ class PeakMemory(ProbePiece):
 
     def counters(self) -> dict[str, float]:
         """What is allocated and reserved; empty if no GPU is in use."""
-        torch = torch_in_use(self.settings.cpu)
+        torch = find_torch(self.settings.cpu)
         if torch is None:
             return {}
         counters = {}

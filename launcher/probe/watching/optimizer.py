@@ -13,7 +13,7 @@ from typing import Any
 
 from .gradients import ElementSample
 from .model import PeakMemory
-from .process import ProbePiece, Process, Tensor, finite
+from .process import ProbePiece, Process, Tensor, keep_finite
 
 SAMPLED = 64  # gradients, each this small, that stand for a norm nobody computes
 SMALL = 2**16
@@ -188,6 +188,6 @@ class Movement(ProbePiece):
                 steps=step,
                 sampled=sampled,
                 moved=sampled - still,
-                largest=finite(float(change.max())),
+                largest=keep_finite(float(change.max())),
                 tensors=len(self.sample.sizes),
             )

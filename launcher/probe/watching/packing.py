@@ -15,8 +15,8 @@ from typing import Any
 
 from .contract import Contract
 from .hooks import Call
-from .model import base_of, shape_of
-from .process import Module, ProbePiece, Process, Tensor, finite
+from .model import describe_shape, find_base
+from .process import Module, ProbePiece, Process, Tensor, keep_finite
 
 LOOKS = 8  # micro-batches that are looked at, at least
 TOKENS = 256  # of each of the two samples: far less than a training step holds
@@ -70,7 +70,7 @@ class TokenBatch:
         return self.rows, self.ids.numel()
 
 
-def batch_of(ids: Tensor, arguments: Mapping[str, Any]) -> TokenBatch:
+def read_batch(ids: Tensor, arguments: Mapping[str, Any]) -> TokenBatch:
     """What a model is given, by the names of transformers' and OLMo-core's arguments."""
     ends = arguments.get("cu_seq_lens_q")
     batch = TokenBatch(
@@ -113,7 +113,7 @@ def _read_olmo_core(batch: TokenBatch, lengths: Tensor) -> TokenBatch:
     return replace(batch, labels=labels, positions=positions)
 
 
-def side_of(pairs: Mapping[str, Any], branch: str) -> TokenBatch:
+def take_side(pairs: Mapping[str, Any], branch: str) -> TokenBatch:
     """The chosen or the rejected answers of a micro-batch of pairs, under open-instruct's names."""
     ends = pairs.get(f"{branch}_cu_seq_lens_k")
     return TokenBatch(
@@ -220,9 +220,9 @@ class Packing(ProbePiece):
     def _tell_losses(
         self, module: Module, before: float, after: float, pair: "SamplePair", seconds: float
     ) -> None:
-        base = base_of(module)
+        base = find_base(module)
         # the same shapes give the same bits; only experts change their order
-        tolerance = 1e-3 if shape_of(base).get("experts") else 1e-6
+        tolerance = 1e-3 if describe_shape(base).get("experts") else 1e-6
         reason = None
         if not math.isfinite(before) or not math.isfinite(after):
             state = "untested"
@@ -234,8 +234,8 @@ class Packing(ProbePiece):
         self.record.write(
             "packing_isolation",
             state=state,
-            loss=finite(before),
-            changed_loss=finite(after),
+            loss=keep_finite(before),
+            changed_loss=keep_finite(after),
             attention=getattr(getattr(base, "config", None), "_attn_implementation", None),
             samples=[pair.first, pair.second],
             seconds=round(seconds, 4),
@@ -274,7 +274,7 @@ def end_of_first(module: Module, batch: TokenBatch) -> int | None:
     return None
 
 
-def starts_of(positions: Sequence[int]) -> list[int]:
+def find_starts(positions: Sequence[int]) -> list[int]:
     """Where samples begin in a row, by its `position_ids`, and the length of the row."""
     starts = [place for place, position in enumerate(positions) if position == 0]
     return [*starts, len(positions)]
@@ -287,7 +287,7 @@ def _find_spans(module: Module, batch: TokenBatch) -> tuple[int, list[Span]]:
         return 0, list(itertools.pairwise(ends))
     if batch.positions is not None:
         for row, positions in enumerate(batch.positions.tolist()):
-            starts = starts_of(positions)
+            starts = find_starts(positions)
             if len(starts) > 2:
                 return row, list(itertools.pairwise(starts))
     end = end_of_first(module, batch)

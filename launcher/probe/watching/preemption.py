@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-from .process import Process, attempt_number, local_rank, read_json, say, write_json
+from .process import Process, read_attempt_number, read_json, read_local_rank, say, write_json
 
 LISTENS = "listens.json"  # in the folder of the records, once requests are heard: {"attempt": N}
 REQUEST = "save.json"  # beside it: {"attempt": N}
@@ -31,7 +31,7 @@ class Preemption(threading.Thread):
         super().__init__(name="launch-preemption", daemon=True)
         self.process = process
         self.record = process.record
-        self.attempt = attempt_number()
+        self.attempt = read_attempt_number()
         self.folder = process.settings.out
         self.lock = threading.Lock()
         self.over = threading.Event()
@@ -59,7 +59,7 @@ class Preemption(threading.Thread):
         store = None
         world = self.process.world
         if world > 1:
-            store = key_value_store()
+            store = find_store()
             if store is None:
                 # the ranks have not met: nothing has been trained yet
                 return False
@@ -124,13 +124,13 @@ class Preemption(threading.Thread):
 
     def tell(self, name: str, content: dict[str, Any]) -> None:
         """Write a file for launch, once on each machine: each may have a folder of its own."""
-        if local_rank() == 0:
+        if read_local_rank() == 0:
             with self.record.quietly(name):
                 path = os.path.join(self.folder, name)
                 write_json(path, {"attempt": self.attempt, **content})
 
 
-def key_value_store() -> Any:
+def find_store() -> Any:
     """The store through which the ranks met; None before that."""
     distributed = sys.modules.get("torch.distributed")
     # another thread may be in the middle of importing it

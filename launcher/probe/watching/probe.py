@@ -10,9 +10,9 @@ from .contract import Caches, Contract, Liger
 from .data import Data
 from .gradients import Gradients
 from .hooks import Call
-from .model import PeakMemory, Rotary, base_of, describe, describe_device
+from .model import PeakMemory, Rotary, describe, describe_device, find_base
 from .optimizer import Movement, Optimizer
-from .packing import Packing, batch_of, side_of
+from .packing import Packing, read_batch, take_side
 from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import ClosedStep, Pairs, Steps, Tally
@@ -61,7 +61,7 @@ class Probe:
         facts = describe(model, self.record)
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
-            self.data.saw_model(base_of(model))
+            self.data.saw_model(find_base(model))
         # before an engine's own hook: a forward inside of that would put its weights back (FSDP2)
         model.register_forward_pre_hook(self.begin_forward, with_kwargs=True, prepend=True)
         self.contract.saw("attention", facts["attention"])
@@ -85,7 +85,7 @@ class Probe:
             self._begin_first_step()
         # a save or an evaluation is over
         self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
-        batch = batch_of(ids, call.kwargs)
+        batch = read_batch(ids, call.kwargs)
         if self.pairs.hidden is None:
             self.tally.add_batch(batch)
         # dpo_utils.py::concatenated_forward_olmo[output = model] gives the model less
@@ -106,8 +106,8 @@ class Probe:
     def begin_micro_batch(self, batch: dict[str, Any]) -> None:
         """A micro-batch of pairs, of which the model is given a part."""
         self.close_step()
-        chosen = side_of(batch, "chosen")
-        rejected = side_of(batch, "rejected")
+        chosen = take_side(batch, "chosen")
+        rejected = take_side(batch, "rejected")
         self.pairs.begin(chosen, rejected, self.tally)
         with self.record.quietly("data"):
             self.data.count_pairs(chosen, rejected, self.tally)

@@ -50,7 +50,7 @@ class Console(io.FileIO):
         return len(block)
 
 
-def spare_streams() -> None:
+def protect_streams() -> None:
     """Let stdout and stderr survive a full disk."""
     for name in ("stdout", "stderr"):
         # a notebook or a test may have put anything there
@@ -150,16 +150,16 @@ def read_json(path: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def attempt_number() -> int:
+def read_attempt_number() -> int:
     """The attempt of the run that this process belongs to, counted from 1."""
     return int(os.environ.get(ATTEMPT) or 1)
 
 
-def local_rank() -> int:
+def read_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
-def finite(value: float | None) -> float | None:
+def keep_finite(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return value

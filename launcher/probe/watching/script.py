@@ -10,7 +10,7 @@ from pathlib import Path
 from . import supplies, trainers
 from .hooks import ModuleAction, Watcher, load_file
 from .probe import Probe
-from .process import ARGUMENT, SETTINGS, Console, attempt_number, say, spare_streams
+from .process import ARGUMENT, SETTINGS, Console, protect_streams, read_attempt_number, say
 
 LIBRARIES = {
     "accelerate.accelerator": "watch_accelerate",
@@ -28,7 +28,7 @@ LIBRARIES = {
 EXPORTING = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
 
 
-def watchers(probe: Probe) -> dict[str, ModuleAction]:
+def list_watchers(probe: Probe) -> dict[str, ModuleAction]:
     """What is called with each module once it is imported."""
     settings = probe.settings
     watching = {**LIBRARIES, **settings.watchers}
@@ -71,7 +71,7 @@ def export(probe: Probe) -> None:
 
 
 def main() -> None:
-    spare_streams()
+    protect_streams()
     probe = Probe(json.loads(os.environ[SETTINGS]))
     record = probe.record
     record.write(
@@ -80,10 +80,10 @@ def main() -> None:
         world=probe.process.world,
         pid=os.getpid(),
         target=probe.settings.target,
-        attempt=attempt_number(),
+        attempt=read_attempt_number(),
         python=".".join(map(str, sys.version_info[:3])),
     )
-    sys.meta_path.insert(0, Watcher(record, watchers(probe)))
+    sys.meta_path.insert(0, Watcher(record, list_watchers(probe)))
     probe.watchdog.start()
     probe.preemption.start()
     code = 0

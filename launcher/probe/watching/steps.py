@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from .contract import Caches, Contract
 from .data import Data
-from .model import torch_in_use
+from .model import find_torch
 from .packing import Packing, TokenBatch
-from .process import FiniteStep, ProbePiece, Process, Tensor, finite, say
+from .process import FiniteStep, ProbePiece, Process, Tensor, keep_finite, say
 
 Facts = TypeVar("Facts")
 
@@ -187,7 +187,7 @@ class Steps(ProbePiece):
 
     def start_clock(self) -> None:
         """The first step begins: steps are timed by the device's clock if there is a device."""
-        torch = torch_in_use(self.settings.cpu)
+        torch = find_torch(self.settings.cpu)
         if torch is not None:
             self.clock = torch.cuda.Event(enable_timing=True)
             self.clock.record()
@@ -227,7 +227,7 @@ class Steps(ProbePiece):
             "step",
             loss=mean,
             finite=valid and stable,
-            grad_norm=finite(norm),
+            grad_norm=keep_finite(norm),
             rows=rows,
             tokens=tokens,
             wasted=positions - tokens,
@@ -241,7 +241,7 @@ class Steps(ProbePiece):
         elif not stable:
             self.contract.tell_nonfinite("gradient", gradient, step)
         elif mean is not None:
-            self.process.last = FiniteStep(step, mean, finite(norm))
+            self.process.last = FiniteStep(step, mean, keep_finite(norm))
             if step == 1:
                 self.caches.check_first_loss(mean)
 

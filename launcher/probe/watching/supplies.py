@@ -13,7 +13,7 @@ from .hooks import wrap, wrap_if_present
 from .process import EventLog
 
 
-def constant(record: EventLog, what: str, why: str, value: Any = None) -> Callable[..., Any]:
+def return_constant(record: EventLog, what: str, why: str, value: Any = None) -> Callable[..., Any]:
     """A new function that returns `value`: torch.compile refuses one under two of its names."""
 
     def call(*_: Any, **__: Any) -> Any:
@@ -60,7 +60,7 @@ def supply_memory_monitor(record: EventLog, module: ModuleType) -> None:
     """dpo.py watches the memory of a GPU that may not exist
     (olmo_core_utils.py::build_base_callbacks[GPUMemoryMonitorCallback]).
     """
-    nothing = constant(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
+    nothing = return_constant(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     for method in ("pre_train", "pre_step", "post_step"):
         wrap_if_present(module.GPUMemoryMonitorCallback, method, nothing)
 
@@ -125,7 +125,7 @@ def supply_cuda_counters(record: EventLog, module: ModuleType) -> None:
     }
     why = "upstream reads CUDA memory counters at every log line"
     for name, value in values.items():
-        setattr(module, name, constant(record, "cuda_counters", why, value))
+        setattr(module, name, return_constant(record, "cuda_counters", why, value))
 
 
 def supply_locations(record: EventLog, module: ModuleType) -> None:
@@ -143,7 +143,7 @@ def supply_locations(record: EventLog, module: ModuleType) -> None:
 def supply_mfu(record: EventLog, module: ModuleType) -> None:
     """utils.py::ModelDims.device_flops[return GPU_SPECS]: MFU needs the name of a known GPU."""
     why = "MFU needs a known GPU; reported as 0"
-    mfu = constant(record, "mfu", why, 0.0)
-    utilization = constant(record, "mfu", why, {"mfu": 0.0})
+    mfu = return_constant(record, "mfu", why, 0.0)
+    utilization = return_constant(record, "mfu", why, {"mfu": 0.0})
     wrap(module.ModelDims, "calculate_mfu", mfu)
     wrap(module.ModelDims, "approximate_learner_utilization", utilization)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .hooks import Call, ModuleAction, Replacement, load_file, observed, wrap, wrap_if_present
+from .hooks import Call, ModuleAction, Replacement, load_file, react, wrap, wrap_if_present
 from .probe import Probe
 from .process import TOKENISED, EventLog
 from .watchdog import EVALUATION, SAVING
@@ -64,7 +64,7 @@ def watch_accelerate(probe: Probe, module: ModuleType) -> None:
         return result
 
     owner = module.Accelerator
-    wrap(owner, "prepare", observed(record, before=preparing, after=prepared))
+    wrap(owner, "prepare", react(record, before=preparing, after=prepared))
     wrap(owner, "backward", backward)
     wrap_if_present(owner, "clip_grad_norm_", react_to_clipping(probe))
     wrap_if_present(owner, "save_state", react_to_pause(probe, SAVING))
@@ -78,7 +78,7 @@ def _is_model(item: Any) -> bool:
 
 
 def react_to_clipping(probe: Probe) -> Replacement:
-    return observed(
+    return react(
         probe.record,
         before=lambda _: probe.before_clipping(),
         after=lambda call: probe.clipped(call.result),
@@ -87,7 +87,7 @@ def react_to_clipping(probe: Probe) -> Replacement:
 
 def react_to_pause(probe: Probe, phase: str | None) -> Replacement:
     """A save, an evaluation or an upload between two steps; `phase` as `Probe.rest` takes it."""
-    return observed(probe.record, before=lambda _: probe.rest(phase))
+    return react(probe.record, before=lambda _: probe.rest(phase))
 
 
 def react_to_loading(probe: Probe) -> Replacement:
@@ -111,7 +111,7 @@ def react_to_loading(probe: Probe) -> Replacement:
         steps = probe.optimizer.steps_done(path)
         probe.process.resume(path, steps)
 
-    return observed(probe.record, before=begin, after=resumed)
+    return react(probe.record, before=begin, after=resumed)
 
 
 def react_to_accumulation(probe: Probe) -> Replacement:
@@ -165,7 +165,7 @@ def _find_loop_variables() -> dict[str, Any] | None:
 
 def watch_optimizer(probe: Probe, module: ModuleType) -> None:
     """accelerate's wrapper is called in every micro-batch, and steps in the last one."""
-    step = observed(
+    step = react(
         probe.record,
         before=lambda call: probe.before_optimizer(call.owner),
         after=lambda _: probe.close_step(),
@@ -216,7 +216,7 @@ def react_to_evaluation(probe: Probe) -> Replacement:
     def rest(_: Call) -> None:
         probe.rest(EVALUATION)
 
-    return observed(probe.record, before=rest, after=note)
+    return react(probe.record, before=rest, after=note)
 
 
 def react_to_saving(probe: Probe, folder: Callable[[Call], Any]) -> Replacement:
@@ -237,7 +237,7 @@ def react_to_saving(probe: Probe, folder: Callable[[Call], Any]) -> Replacement:
             # the script is about to end, in its own time
             probe.watchdog.enter(None)
 
-    return observed(probe.record, before=begin, after=saved)
+    return react(probe.record, before=begin, after=saved)
 
 
 def watch_callbacks(probe: Probe, module: ModuleType) -> None:
@@ -274,10 +274,10 @@ def watch_pretrained(probe: Probe, module: ModuleType) -> None:
         probe.memory.mark("save", again=True)
 
     owner = module.PreTrainedModel
-    load = observed(probe.record, after=loaded)
+    load = react(probe.record, after=loaded)
     wrap_if_present(owner, "from_pretrained", load)
     wrap_if_present(owner, "_from_config", load)
-    save = observed(probe.record, before=lambda _: probe.rest(SAVING), after=saved)
+    save = react(probe.record, before=lambda _: probe.rest(SAVING), after=saved)
     wrap(owner, "save_pretrained", save)
 
 
@@ -334,7 +334,7 @@ def watch_pairs(probe: Probe, module: ModuleType) -> None:
         probe.tally.add_rewards(chosen, rejected)
 
     probe.data.watch_pairs(module, lambda: probe.tally)
-    wrap_if_present(module, "compute_loss", observed(probe.record, after=computed))
+    wrap_if_present(module, "compute_loss", react(probe.record, after=computed))
     _call_watchers(probe, module, probe.caches.watch_reference)
 
 
@@ -382,7 +382,7 @@ def _watch_train_module(
         finally:
             probe.process.testing = False
 
-    wrap(owner, "__init__", observed(probe.record, before=begin, after=end))
+    wrap(owner, "__init__", react(probe.record, before=begin, after=end))
     wrap(owner, "train_batch", train)
 
 
@@ -405,7 +405,7 @@ def watch_olmo_module(probe: Probe, module: ModuleType) -> None:
 
     owner = module.DPOTrainModule
     _watch_train_module(probe, owner, built)
-    batch = observed(probe.record, before=before_batch, after=after_batch)
+    batch = react(probe.record, before=before_batch, after=after_batch)
     wrap(owner, "_compute_microbatch_loss", batch)
 
 
@@ -416,7 +416,7 @@ def watch_olmo_step(probe: Probe, module: ModuleType) -> None:
             probe.before_optimizer(call.owner.optim)
 
     owner = module.TransformerTrainModule
-    step = observed(probe.record, before=begin, after=lambda _: probe.close_step())
+    step = react(probe.record, before=begin, after=lambda _: probe.close_step())
     wrap(owner, "optim_step", step)
     wrap_if_present(owner, "_clip_grad_norm", react_to_clipping(probe))
 
@@ -431,7 +431,7 @@ def watch_olmo_training(probe: Probe, module: ModuleType) -> None:
     watch_olmo_step(probe, module)
     owner = module.TransformerTrainModule
     _watch_train_module(probe, owner)
-    wrap(owner, "model_forward", observed(probe.record, after=forward_ended))
+    wrap(owner, "model_forward", react(probe.record, after=forward_ended))
 
 
 def watch_olmo_utils(probe: Probe, module: ModuleType) -> None:
@@ -444,7 +444,7 @@ def watch_olmo_utils(probe: Probe, module: ModuleType) -> None:
             is_hit = answer["state"] == "hit"
             probe.caches.tell("dataset_cache", is_hit, str(answer["path"]))
 
-    wrap_if_present(module, "setup_tokenizer_and_cache", observed(probe.record, after=prepared))
+    wrap_if_present(module, "setup_tokenizer_and_cache", react(probe.record, after=prepared))
 
 
 def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
@@ -469,7 +469,7 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
 
     owner = module.Trainer
     record = probe.record
-    wrap_if_present(owner, "load_checkpoint", observed(record, after=loaded))
+    wrap_if_present(owner, "load_checkpoint", react(record, after=loaded))
     wrap_if_present(owner, "save_checkpoint", react_to_pause(probe, SAVING))
     wrap_if_present(owner, "save_checkpoint_async", react_to_pause(probe, SAVING))
 
@@ -477,7 +477,7 @@ def watch_olmo_trainer(probe: Probe, module: ModuleType) -> None:
         # OLMo-core's memory monitor resets the counters before its first step
         probe.memory.mark("reference")
 
-    wrap(owner, "fit", observed(record, before=begin, after=fitted))
+    wrap(owner, "fit", react(record, before=begin, after=fitted))
     complete = vars(owner).get("training_complete")
     if isinstance(complete, property):
         owner.training_complete = property(functools.partial(_is_complete, probe, complete))
@@ -518,7 +518,7 @@ def watch_wandb(probe: Probe, module: ModuleType) -> None:
         if run is not None and not getattr(run, "disabled", False):
             _note_tracker(probe, "wandb", run.id, run.project, run.name)
 
-    wrap_if_present(module, "init", observed(probe.record, after=began))
+    wrap_if_present(module, "init", react(probe.record, after=began))
 
 
 def watch_mlflow(probe: Probe, module: ModuleType) -> None:
@@ -526,7 +526,7 @@ def watch_mlflow(probe: Probe, module: ModuleType) -> None:
         info = call.result.info
         _note_tracker(probe, "mlflow", info.run_id, info.experiment_id, info.run_name)
 
-    wrap_if_present(module, "start_run", observed(probe.record, after=began))
+    wrap_if_present(module, "start_run", react(probe.record, after=began))
 
 
 def watch_trackio(probe: Probe, module: ModuleType) -> None:

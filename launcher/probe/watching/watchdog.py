@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .process import LEASE, Process, attempt_number, read_json, write_json
+from .process import LEASE, Process, read_attempt_number, read_json, write_json
 
 FIRST_STEP = "the first step"
 TRAINING = "training"
@@ -39,7 +39,7 @@ class Watchdog(threading.Thread):
         self.record = process.record
         self.leave = leave
         self.interval = min(5.0, self.settings.hang_seconds / 4)
-        self.attempt = attempt_number()
+        self.attempt = read_attempt_number()
         self.moved = time.monotonic()
         self.entered = self.moved
         self.phase: str | None = None

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.artifacts import chat_template, model_config
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.paths import exists
 from launcher.rules.premises import asks, where
 from launcher.rules.rule import Range, Rule, cites, no_model, outside, say, warn
 from launcher.upstream import behaviour
-from launcher.upstream.schema import Values, json_fault
-from launcher.upstream.trainers import entry_of
+from launcher.upstream.schema import Values, find_json_fault
+from launcher.upstream.trainers import find_entry
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
 # transformers/trainer_utils.py::SchedulerType: those that take nothing but steps
@@ -89,7 +89,7 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
     for key in ("additional_model_arguments", "optimizer_kwargs"):
-        fault = json_fault(values.get(key))
+        fault = find_json_fault(values.get(key))
         if fault is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
@@ -173,7 +173,7 @@ def _check_amount(key: str, name: str, amount: str) -> Iterator[Finding]:
     except ValueError:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
         yield say(
-            "error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help
+            "error", "mixer-amount", key, f"`{shorten(amount)}` is not an amount for {name}", help
         )
         return
     if number < 0:
@@ -200,12 +200,12 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             continue
         # upstream expands no `~`
         if not exists(Path(name)):
-            message = f"there is no file {brief(name)} here"
+            message = f"there is no file {shorten(name)} here"
             help = "relative paths start where launch is started; `~` is not expanded"
             yield say("warning", "missing-data", key, message, help)
         elif name.endswith(".json"):
             message = (
-                f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read "
+                f"{shorten(name)} would be looked up on the hub: only .jsonl and .parquet are read "
                 "from disk"
             )
             help = (
@@ -315,7 +315,7 @@ def _check_splits_of_files(key: str, entries: list[str], splits: list[str]) -> I
             and exists(Path(name))
         ):
             message = (
-                f"`{splits[place]}`: the file {brief(name)} has the split train alone, upstream "
+                f"`{splits[place]}`: the file {shorten(name)} has the split train alone, upstream "
                 "refuses another"
             )
             yield say("error", "mixer-splits", f"{key}[{place}]", message, "write `train`")
@@ -418,8 +418,8 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
     except ValueError:
         number = 0
     if number == 0:
-        epoch = " or `epoch`" * entry_of(values.schema).epoch_checkpoints
-        message = f"`{key}` is a number of steps{epoch}, not `{brief(steps)}`"
+        epoch = " or `epoch`" * find_entry(values.schema).epoch_checkpoints
+        message = f"`{key}` is a number of steps{epoch}, not `{shorten(steps)}`"
         yield say("error", "checkpoint-steps", key, message)
     elif number < 0:
         often = "every step"
@@ -601,7 +601,7 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     if function == "get_tokenizer_tulu_v2_1":
         severity = "error"
         what = "refuses it"
-    message = f"there is no chat template `{brief(name)}`: upstream {what}"
+    message = f"there is no chat template `{shorten(name)}`: upstream {what}"
     help = f"one of {', '.join(sorted(templates))}"
     yield say(severity, "unknown-template", "chat_template_name", message, help)
 
@@ -621,7 +621,7 @@ def unknown_function(values: Values) -> Iterator[Finding]:
     for table, place, name in names:
         functions = values.schema.tables.get(table, {})
         if functions and name not in functions:
-            message = f"there is no function `{brief(name)}`"
+            message = f"there is no function `{shorten(name)}`"
             help = f"one of {', '.join(sorted(functions))}"
             yield say("error", "unknown-function", place, message, help)
 
@@ -640,7 +640,7 @@ def model_arguments(values: Values) -> Iterator[Finding]:
     # Liger's loader is given no precision
     if values["use_qlora"] or not values["use_liger_kernel"]:
         unread |= {"dtype", "torch_dtype"}
-    for name in sorted(unread & model_config.replaced(values[key]).keys()):
+    for name in sorted(unread & model_config.parse_replacements(values[key]).keys()):
         message = (
             f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is "
             "loaded"
@@ -664,7 +664,7 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         severity = severity_if_unknown(values)
         message = (
-            f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than the number of steps"
+            f"`lr_scheduler_type: {shorten(name)}` crashes: it needs more than the number of steps"
         )
         yield say(
             severity,
@@ -701,9 +701,9 @@ def unexpanded(values: Values) -> Iterator[Finding]:
     for key in ("output_dir", cache):
         text = str(values.get(key))
         if values.given(key) and _UNEXPANDED.match(text):
-            folder = brief(os.path.join(".", text))
+            folder = shorten(os.path.join(".", text))
             message = (
-                f"`{key}: {brief(text)}` would make a folder {folder}: neither `~` nor "
+                f"`{key}: {shorten(text)}` would make a folder {folder}: neither `~` nor "
                 "variables are expanded"
             )
             yield say("warning", "unexpanded-path", key, message, "write the path in full")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.dataset import shapes, sources
-from launcher.dataset.mixer import LOCAL_SUFFIXES, entry_rows
-from launcher.errors import Finding, brief
+from launcher.dataset.mixer import LOCAL_SUFFIXES, count_entry_rows
+from launcher.errors import Finding, shorten
 from launcher.paths import is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
@@ -72,7 +72,7 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
 def _count_known_rows(words: list[str]) -> int:
     """Rows that a mixer list asks for, at least: sets of unknown size count as nothing."""
     pairs = zip(words[::2], words[1::2], strict=False)
-    return sum(entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
+    return sum(count_entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
 
 
 # what is read of a row without another transform
@@ -122,9 +122,9 @@ def local_rows(context: Context) -> Iterator[Finding]:
 def _find_source(name: str, split: str, context: Context) -> sources.Source | None:
     """Where an entry's rows lie; None for a file that is not here, of which another rule speaks."""
     if not name.endswith(LOCAL_DATA):
-        return sources.of_name(name, split, None, context.environ)
+        return sources.find_named_source(name, split, None, context.environ)
     if name.endswith(LOCAL_SUFFIXES) and is_file(Path(name)):
-        return sources.of_file(name)
+        return sources.open_file_source(name)
     return None
 
 
@@ -145,13 +145,11 @@ def _check_rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Fi
         survey.kind(name) == "list" and not survey.count(name, "from-value") for name in read
     )
     if not is_chat:
-        columns = brief(", ".join(sorted(survey.columns)))
-        message = (
-            f"{brief(looked.source.name)} has the columns {columns}: open-instruct reads {names}, "
-        )
-        message += "lists of messages with `role` and `content`"
+        columns = shorten(", ".join(sorted(survey.columns)))
+        message = f"{shorten(looked.source.name)} has the columns {columns}: open-instruct reads "
+        message += f"{names}, lists of messages with `role` and `content`"
         otherwise = f"write {names} as lists of messages"
-        is_pairs = shapes.pair_columns(survey) is not None
+        is_pairs = shapes.find_pair_columns(survey) is not None
         if not pairs and is_pairs:
             help = "these are pairs: `stage: dpo` trains on them"
         elif pairs and not is_pairs:

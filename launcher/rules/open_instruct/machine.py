@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import cites, needs, say
 
@@ -56,7 +56,7 @@ def trackers(context: Context) -> Iterator[Finding]:
         return
     for name in map(str, reports):
         if name not in _TRACKERS:
-            message = f"`report_to: {brief(name)}` is no tracker that accelerate knows"
+            message = f"`report_to: {shorten(name)}` is no tracker that accelerate knows"
             yield say(
                 "error", "report-unknown", "report_to", message, f"one of {', '.join(_TRACKERS)}"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher import files
 from launcher.artifacts import architecture, model_config
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
@@ -136,12 +136,12 @@ def model(values: Values) -> Iterator[Finding]:
         help = f"did you mean `{near[0]}`? "
     if not config and name in configs:
         help = f"add `config_name: {name}` to a model's name or folder; "
-    elif not config and (model_config.here(name) or model_config.is_path(name)):
+    elif not config and (model_config.is_local(name) or model_config.is_path(name)):
         help = "add `config_name: <its shape>` to a model's name or folder; "
     shapes = ", ".join(sorted(set(models.values())))
     help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); "
     help += f"for any other {trains_instead(values)}"
-    message = f"{brief(requested)} is not a model that {script_of(values)} can build"
+    message = f"{shorten(requested)} is not a model that {script_of(values)} can build"
     yield say(
         severity_if_unknown(values), "unsupported-model", _choose_shape_key(values), message, help
     )
@@ -367,9 +367,8 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     """Since #1620 a schedule that is not known is refused, once the model is built."""
     name = values["lr_scheduler_type"]
     if name not in _SCHEDULERS[:3] and not values["cache_dataset_only"]:
-        message = (
-            f"`lr_scheduler_type: {brief(name)}` crashes: dpo.py knows {', '.join(_SCHEDULERS[:3])}"
-        )
+        schedules = ", ".join(_SCHEDULERS[:3])
+        message = f"`lr_scheduler_type: {shorten(name)}` crashes: dpo.py knows {schedules}"
         help = f"write `{nearest_schedule(name)}`"
         if name == "constant_with_warmup":
             help += ": it warms up by `warmup_ratio` here"
@@ -495,7 +494,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
     named, key = shape_of(values)
     model = (
         model_config.read_model_config(name, context.environ)
-        or architecture.table().get(name.lower())
+        or architecture.load_known_shapes().get(name.lower())
         or {}
     )
     if named not in values.schema.configs or not model or caches_only(context):
@@ -507,7 +506,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
     if fitting is not None:
         help = f"write `config_name: {fitting}`"
     if family not in _LOADED and family in architecture.FAMILIES:
-        message = f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}"
+        message = f"{shorten(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}"
         yield say("error", "other-shape", key, message, help)
     elif differing:
         severity: Severity = "error"
@@ -515,12 +514,12 @@ def other_shape(context: Context) -> Iterator[Finding]:
             # the one trains as the other, but for the attention beyond 4,096 positions
             severity = "warning"
         what = ", ".join(
-            f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items()
+            f"{size} is {shorten(model[size])}, not {n}" for size, n in differing.items()
         )
         late = "loading fails once the data are tokenised"
         if not values.schema.does(behaviour.VERIFIES_EXPORT):
             late += ", or layers keep random weights"
-        message = f"{brief(name)} does not fit OLMo-core's {named}: {what}: {late}"
+        message = f"{shorten(name)} does not fit OLMo-core's {named}: {what}: {late}"
         yield say(severity, "other-shape", key, message, help)
 
 
@@ -553,15 +552,15 @@ def offline_model(context: Context) -> Iterator[Finding]:
     values = context.values
     environ = context.environ
     name = values["model_name_or_path"]
-    variable = model_config.offline_by(environ)
-    far = isinstance(name, str) and name and not model_config.here(name)
+    variable = model_config.find_offline_variable(environ)
+    far = isinstance(name, str) and name and not model_config.is_local(name)
     by_transformers = shape_of(values)[0].startswith(_HYBRID)
     asks_hub = far and not model_config.is_path(name) and not by_transformers
     if variable is None or not asks_hub or caches_only(context):
         yield from _check_missing_weights(context)
         return
-    folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
-    message = f"{variable} is set and {brief(name)} is a hub name: "
+    folder = model_config.find_snapshot(name, environ) or "<what `hf download` prints>"
+    message = f"{variable} is set and {shorten(name)} is a hub name: "
     message += "OLMo-core asks the hub once the model is built, and crashes, whatever is cached"
     help = f"write `model_name_or_path: {folder}`"
     if not values["config_name"]:
@@ -586,7 +585,7 @@ def _check_missing_weights(context: Context) -> Iterator[Finding]:
 def goes_on(context: Context) -> Iterator[Finding]:
     """OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
     folder = output_folder(context.values)
-    saved = [int(n[4:]) for n in files.names(folder) if n[:4] == "step" and n[4:].isdecimal()]
+    saved = [int(n[4:]) for n in files.list_names(folder) if n[:4] == "step" and n[4:].isdecimal()]
     if any(saved):
         message = (
             f"{folder} holds step{max(saved)}: OLMo-core continues from there, unchecked by launch"

@@ -7,7 +7,7 @@ What it shares with dpo.py stands in `olmo_core`. Line numbers are those of the 
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.paths import is_dir, is_file
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
@@ -34,7 +34,7 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     if name in _SCHEDULERS or values["cache_dataset_only"]:
         return
     message = (
-        f"`lr_scheduler_type: {brief(name)}` crashes: the script knows {', '.join(_SCHEDULERS)}"
+        f"`lr_scheduler_type: {shorten(name)}` crashes: the script knows {', '.join(_SCHEDULERS)}"
     )
     help = f"write `{olmo_core.nearest_schedule(name)}`"
     yield say("error", "scheduler-type", "lr_scheduler_type", message, help)
@@ -106,7 +106,7 @@ def own_checkpoint(context: Context) -> Iterator[Finding]:
         return
     if not values["config_name"]:
         message = (
-            f"{brief(name)} has no config.json: OLMo-core takes it for its own checkpoint, and "
+            f"{shorten(name)} has no config.json: OLMo-core takes it for its own checkpoint, and "
             "asks for its shape"
         )
         yield say(
@@ -114,8 +114,8 @@ def own_checkpoint(context: Context) -> Iterator[Finding]:
         )
         return
     message = (
-        f"{brief(name)} has no config.json: without one of transformers' no weights for it can be "
-        "written"
+        f"{shorten(name)} has no config.json: without one of transformers' no weights for it can "
+        "be written"
     )
     help = (
         "afterwards: upstream's scripts/train/convert_olmo_core_to_hf.py with the name of a "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher.artifacts import model_config
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.rules.context import Context, StageRule
 from launcher.rules.premises import asks
 from launcher.rules.rule import cites, say
@@ -30,14 +30,14 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
     by_name = values.schema.does(behaviour.OLMO_BY_NAME)
     if by_name:
         is_olmo = "olmo" in name.lower()
-        why = f"{brief(name)} has `olmo` in its name"
+        why = f"{shorten(name)} has `olmo` in its name"
     else:
         config = model_config.read_model_config(
             name, context.environ, values.get("tokenizer_revision")
         )
         kind = str(config.get("model_type", ""))
         is_olmo = "olmo" in kind
-        why = f"{brief(name)} is of the family {kind}"
+        why = f"{shorten(name)} is of the family {kind}"
     if not is_olmo:
         return
     template = values["chat_template_name"]

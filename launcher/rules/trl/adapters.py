@@ -52,7 +52,7 @@ def _read_config(context: Context) -> Mapping[str, Any]:
     name = values["model_name_or_path"]
     config = model_config.read_model_config(name, context.environ, values.get("model_revision"))
     if not config:
-        config = architecture.table().get(str(name).lower(), {})
+        config = architecture.load_known_shapes().get(str(name).lower(), {})
     return {**config, **(inline(values["model_init_kwargs"]) or {})}
 
 
@@ -60,7 +60,7 @@ def _is_tied(context: Context) -> bool:
     """Whether embedding and output layer are one matrix."""
     config = _read_config(context)
     tied = config.get(
-        "tie_word_embeddings", model_config.text_part(config).get("tie_word_embeddings")
+        "tie_word_embeddings", model_config.take_text_part(config).get("tie_word_embeddings")
     )
     if tied is None:
         return str(config.get("model_type")).startswith(_TIED_BY_DEFAULT)

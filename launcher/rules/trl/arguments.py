@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.rules.rule import (
     Range,
     Rule,
@@ -160,7 +160,7 @@ def dataset_names(values: Values) -> Iterator[Finding]:
     key = "dataset_kwargs"
     others = sorted((inline(values[key]) or {}).keys() - {"skip_prepare_dataset"})
     if values.schema.tested and others:
-        message = f"`{key}`: `{brief(others[0])}` is not read, only `skip_prepare_dataset`"
+        message = f"`{key}`: `{shorten(others[0])}` is not read, only `skip_prepare_dataset`"
         yield say("warning", "conditional-key", key, message, "leave it out")
 
 
@@ -181,7 +181,7 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     inner = len(targets) == 1 and targets[0] != "lm_head" and re.fullmatch(r"\w+", targets[0])
     if inner and not values["lora_target_parameters"]:
         message = (
-            f"`{key}: {brief(targets[0])}`: a single word is a pattern for whole names, and "
+            f"`{key}: {shorten(targets[0])}`: a single word is a pattern for whole names, and "
             "matches none"
         )
         yield say(
@@ -195,7 +195,7 @@ def lora_targets(values: Values) -> Iterator[Finding]:
         if _SEVERAL.fullmatch(target):
             names = ", ".join(filter(None, re.split(r"[,\s]+", target)))
             message = (
-                f"`{key}: {brief(target)}` is one name, which no module has: nothing is trained "
+                f"`{key}: {shorten(target)}` is one name, which no module has: nothing is trained "
                 "for it"
             )
             yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import cites, say
 from launcher.rules.trl import resolved
@@ -98,7 +98,7 @@ def unknown(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
     tested = context.values.schema.tested
     if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
-        message = f"`{brief(name)}` is not an attention implementation"
+        message = f"`{shorten(name)}` is not an attention implementation"
         help = f"one of {', '.join(NAMES)}, or the name of a kernel's repository"
         yield say("error", "unknown-attention", key, message, help)
 

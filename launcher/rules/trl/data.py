@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.artifacts import chat_template, model_config
 from launcher.dataset import mixture, reading, shapes, sources
 from launcher.dataset.mixture import Piece, SetEntry
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, is_file
 from launcher.rules import data
@@ -53,7 +53,7 @@ def data_here(context: Context) -> Iterator[Finding]:
     if name is None:
         return
     if is_file(Path(name)):
-        message = f"`{_KEY}: {brief(name)}` is a file, which cannot be loaded by its name"
+        message = f"`{_KEY}: {shorten(name)}` is a file, which cannot be loaded by its name"
         folder = str(Path(name).parent)
         if folder == ".":
             folder = "./"
@@ -70,7 +70,7 @@ def data_here(context: Context) -> Iterator[Finding]:
             context.at_start,
             "missing-data",
             _KEY,
-            f"there is no {what} {brief(name)} here",
+            f"there is no {what} {shorten(name)} here",
             _RELATIVE,
         )
 
@@ -78,11 +78,13 @@ def data_here(context: Context) -> Iterator[Finding]:
 @cites("datasets/data_files.py::resolve_pattern[raise FileNotFoundError]")
 def sets_here(context: Context) -> Iterator[Finding]:
     """The same of the sets of a mixture, and of their files."""
-    for entry in mixture.entries(context.values["datasets"]):
+    for entry in mixture.parse_entries(context.values["datasets"]):
         key = f"{entry.key}.path"
         if is_file(Path(entry.path)):
-            message = f"`{key}: {brief(entry.path)}` is a file, which cannot be loaded by its name"
-            reader = sources.reader_of(Path(entry.path))
+            message = (
+                f"`{key}: {shorten(entry.path)}` is a file, which cannot be loaded by its name"
+            )
+            reader = sources.find_reader(Path(entry.path))
             help = "name its folder"
             if reader is not None:
                 help = f"write `path: {reader}` and `data_files: {entry.path}`, or name its folder"
@@ -105,10 +107,10 @@ def _check_missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]
     if key == "data_files":
         what = "file"
     for name in missing:
-        message = f"there is no {what} {brief(name)} here"
+        message = f"there is no {what} {shorten(name)} here"
         help = _RELATIVE
         if os.path.isdir(name):
-            message = f"`data_files` names files, and {brief(name)} is a folder"
+            message = f"`data_files` names files, and {shorten(name)} is a folder"
             help = f"write `data_dir: {name}`, or `data_files: {os.path.join(name, '*')}`"
         elif entry.data_dir is not None:
             help = "the names of `data_files` start in `data_dir`"
@@ -144,7 +146,7 @@ def _report_bad_name(key: str, name: str) -> Finding:
             f"`{key}` is empty",
             "name a folder, or a data set on the hub",
         )
-    message = f"`{key}: {brief(name)}` is text: all of it is taken for the name of one data set"
+    message = f"`{key}: {shorten(name)}` is text: all of it is taken for the name of one data set"
     help = "for a list leave out the quotes: `datasets: [{path: a/b}, {path: c/d}]`"
     return say("error", "bad-dataset", key, message, help)
 
@@ -159,7 +161,7 @@ def _is_local(name: str) -> bool:
 
 
 def _has_data_suffix(name: str) -> bool:
-    return reading.data_suffix(Path(name)) in reading.READABLE
+    return reading.find_data_suffix(Path(name)) in reading.READABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,7 @@ def _list_parts(context: Context) -> list[_Part]:
     if prepared(values):
         return []
     parts: list[_Part] = []
-    mixed = mixture.of_values(values, context.environ)
+    mixed = mixture.read_mixture(values, context.environ)
     if mixed is not None:
         for part in mixed.sets:
             parts += [
@@ -216,7 +218,7 @@ def _find_source(context: Context) -> sources.Source | None:
         return None
     if not exists(Path(name)) and _is_local(name):
         return None
-    return sources.of_name(name, split, values["dataset_config"], context.environ)
+    return sources.find_named_source(name, split, values["dataset_config"], context.environ)
 
 
 def _is_slice(split: str) -> bool:
@@ -310,7 +312,7 @@ def _check_pictures(looked: Looked, context: Context) -> Iterator[Finding]:
     if data.takes_pictures(context.values["model_name_or_path"], context) is not False:
         return
     column = next(name for name in _PICTURES if name in looked.survey.columns)
-    model = brief(str(context.values["model_name_or_path"]))
+    model = shorten(str(context.values["model_name_or_path"]))
     message = (
         f"the rows have a column `{column}`, and {model} takes text alone: TRL refuses such rows"
     )
@@ -449,10 +451,10 @@ def _report_without_completion(looked: Looked) -> Finding:
 
 def _report_without_answers(looked: Looked, text: str) -> Finding:
     help = _PAIRS_HELP
-    if shapes.pair_columns(looked.survey) is None:
+    if shapes.find_pair_columns(looked.survey) is None:
         otherwise = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
         help = data.convertible(looked, otherwise)
-    expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+    expected = f"SFT reads `messages`, `prompt` and `completion`, or `{shorten(text)}`"
     return looked.say("error", "data-columns", _describe_columns(looked, expected), help)
 
 
@@ -560,7 +562,7 @@ def _explain_pairs(looked: Looked) -> str:
         return help + "DPO needs a good and a bad answer to each question"
     if survey.kind("messages") == "list" or {"prompt", "completion"} <= survey.columns:
         return "these are single answers: `stage: sft` trains on them"
-    if shapes.pair_columns(survey) is None:
+    if shapes.find_pair_columns(survey) is None:
         return "name the column of the better answer `chosen`, and that of the worse one `rejected`"
     return data.convertible(looked, "rename the columns")
 
@@ -623,8 +625,8 @@ def _check_beside(looked: Looked) -> Iterator[Finding]:
 
 
 def _describe_columns(looked: Looked, expected: str) -> str:
-    names = brief(", ".join(_render_column(name) for name in sorted(looked.survey.columns)))
-    return f"{brief(str(looked.source.files[0]))} has the columns {names}: {expected}"
+    names = shorten(", ".join(_render_column(name) for name in sorted(looked.survey.columns)))
+    return f"{shorten(str(looked.source.files[0]))} has the columns {names}: {expected}"
 
 
 def _render_column(name: str) -> str:
@@ -666,7 +668,7 @@ def _check_prompts(looked: Looked) -> Iterator[Finding]:
     survey = looked.survey
     if "prompt" in survey.columns:
         return
-    unread = shapes.prompt_columns(survey)
+    unread = shapes.find_prompt_columns(survey)
     alone = survey.fact("", "no-common-prompt")
     if survey.kind("chosen") == "list":
         bare = alone or survey.fact("chosen", "starts-with:assistant")
@@ -740,7 +742,7 @@ def splits(context: Context) -> Iterator[Finding]:
         split = context.values[key]
         if isinstance(split, str) and _is_slice(split):
             message = (
-                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be "
+                f"`{key}: {shorten(split)}` is looked up as the name of a split: parts cannot be "
                 "named"
             )
             yield say("error", "no-such-split", key, message, "name a whole split")
@@ -768,8 +770,10 @@ def test_split_here(context: Context) -> Iterator[Finding]:
     names = sources.split_names(name, values["dataset_config"])
     if names is None or split in names:
         return
-    message = f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {brief(split)}, "
-    message += f"and {brief(name)} has {', '.join(names)} alone"
+    message = (
+        f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {shorten(split)}, "
+    )
+    message += f"and {shorten(name)} has {', '.join(names)} alone"
     help = (
         f"put a file named {split} beside the others (such as {split}.jsonl), or write "
         '`eval_strategy: "no"`'
@@ -794,7 +798,7 @@ def template_here(context: Context) -> Iterator[Finding]:
         message = f"`{key}` holds the text of a template, and TRL takes it for the name of one"
         yield say("error", "inline-template", key, message, chat_template.WRITE_IT)
     elif name.endswith(_TEMPLATES) or not model_config.is_hub_name(name):
-        message = f"`{key}`: there is no template {brief(name)} here"
+        message = f"`{key}`: there is no template {shorten(name)} here"
         yield say("error", "missing-template", key, message, _RELATIVE)
 
 
@@ -815,17 +819,14 @@ def no_template(context: Context) -> Iterator[Finding]:
         column = next((name for name in names if looked.survey.kind(name) == "list"), None)
         if column is None:
             continue
-        file = brief(str(looked.source.files[0]))
-        message = (
-            f"{file} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
-        )
+        file = shorten(str(looked.source.files[0]))
+        message = f"{file} holds conversations in `{column}`, and the tokenizer in "
+        message += f"{shorten(model)} has no chat template to write them with"
         help = "put a chat_template.jinja into the model's folder"
         if "chat_template_path" in values.schema.fields:
             help = "add `chat_template_path: <a template, or a model that has one>`"
         key = "model_name_or_path"
-        yield say(
-            "error", "missing-template", key, f"{message}chat template to write them with", help
-        )
+        yield say("error", "missing-template", key, message, help)
         return
 
 

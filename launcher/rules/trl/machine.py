@@ -8,7 +8,7 @@ counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT wit
 
 from collections.abc import Iterator, Mapping
 
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, section
 from launcher.rules.rule import cites, needs, say, say_of_option
@@ -225,7 +225,7 @@ def unknown_report(context: Context) -> Iterator[Finding]:
             what = "stands alone, not in a list"
             help = "leave the others out"
         yield say(
-            "error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help
+            "error", "report-unknown", "report_to", f"`report_to: {shorten(name)}` {what}", help
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from launcher.dataset import mixture
 from launcher.dataset.mixture import SetEntry
 from launcher.dataset.slices import BadSplit
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, shorten
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import Rule, cites, needs, number, say
 from launcher.upstream.schema import Values
@@ -42,7 +42,7 @@ def unknown_keys(values: Values) -> Iterator[Finding]:
             near = difflib.get_close_matches(str(key), mixture.KEYS, n=1, cutoff=0.6)
             if near:
                 help = f"did you mean `{near[0]}`?"
-            message = f"`{brief(str(key))}` is not a key of an entry of `{_KEY}`"
+            message = f"`{shorten(str(key))}` is not a key of an entry of `{_KEY}`"
             yield say("error", "unknown-key", f"{place}.{key}", message, help, layer="parser")
 
 
@@ -72,9 +72,9 @@ def wrong_types(values: Values) -> Iterator[Finding]:
             yield say("error", "bad-dataset", place, f"`{place}` is not a mapping", help)
             continue
         for key, value in item.items():
-            fault = mixture.type_fault(str(key), value)
+            fault = mixture.find_type_fault(str(key), value)
             if fault is not None:
-                message = f"`{place}.{key}: {brief(value)}` {fault}"
+                message = f"`{place}.{key}: {shorten(value)}` {fault}"
                 yield say("error", "bad-dataset", f"{place}.{key}", message)
 
 
@@ -92,7 +92,7 @@ def two_sources(values: Values) -> Iterator[Finding]:
 @cites("trl/scripts/utils.py::get_dataset[fractions =]")
 def fractions(values: Values) -> Iterator[Finding]:
     """Shares of the mixture, for all of its sets or for none."""
-    entries = mixture.entries(values[_KEY])
+    entries = mixture.parse_entries(values[_KEY])
     shares = [entry for entry in entries if entry.fraction is not None]
     if not shares:
         return
@@ -132,16 +132,16 @@ def fractions(values: Values) -> Iterator[Finding]:
 )
 def bad_splits(values: Values) -> Iterator[Finding]:
     """A stream has whole splits alone."""
-    for entry in mixture.entries(values[_KEY]):
+    for entry in mixture.parse_entries(values[_KEY]):
         key = f"{entry.key}.split"
         try:
             parts = entry.slices()
         except BadSplit as error:
-            message = f"`{key}: {brief(entry.split)}`: {error}"
+            message = f"`{key}: {shorten(entry.split)}`: {error}"
             yield say("error", "no-such-split", key, message)
             continue
         if values["streaming"] and not all(part.is_whole for part in parts):
-            message = f"`{key}: {brief(entry.split)}`: a stream cannot be sliced"
+            message = f"`{key}: {shorten(entry.split)}`: a stream cannot be sliced"
             yield say(
                 "error",
                 "no-such-split",
@@ -177,9 +177,8 @@ def split_names(values: Values) -> Iterator[Finding]:
     for key in read:
         name = values[key]
         if name not in names:
-            message = (
-                f"`{key}: {brief(str(name))}`: a mixture has the split {' and '.join(names)} alone"
-            )
+            splits = " and ".join(names)
+            message = f"`{key}: {shorten(str(name))}`: a mixture has the split {splits} alone"
             help = "leave it out; which split of a set is read its entry says: `split:`"
             yield say("error", "no-such-split", key, message, help)
 
@@ -221,7 +220,7 @@ RULES: tuple[Rule, ...] = (
 def enough_rows(context: Context) -> Iterator[Finding]:
     """The test split leaves at least one row to train on."""
     values = context.values
-    mixed = mixture.of_values(values, context.environ)
+    mixed = mixture.read_mixture(values, context.environ)
     if mixed is None or values["streaming"]:
         return
     for part in mixed.sets:
@@ -274,8 +273,8 @@ def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Findi
     """
     absent = [name for name in entry.columns or () if name not in columns]
     if absent:
-        message = f"{brief(entry.path)} has no column {brief(', '.join(absent))}: "
-        message += f"it has {brief(', '.join(sorted(columns)))}"
+        message = f"{shorten(entry.path)} has no column {shorten(', '.join(absent))}: "
+        message += f"it has {shorten(', '.join(sorted(columns)))}"
         yield say(
             "error", "data-columns", f"{entry.key}.columns", message, "name columns that are there"
         )

@@ -15,7 +15,7 @@ from functools import partial
 from launcher.errors import Finding
 from launcher.rules.rule import Rule, check, cites, number, plain, say
 from launcher.rules.trl.resolved import words
-from launcher.upstream.schema import Values, json_fault
+from launcher.upstream.schema import Values, find_json_fault
 
 _JSON = tuple(
     "accelerator_config fsdp_config deepspeed gradient_checkpointing_kwargs "
@@ -31,7 +31,7 @@ _refused = partial(check, layer="parser")
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
     for key in _JSON:
-        fault = json_fault(values.get(key))
+        fault = find_json_fault(values.get(key))
         if fault is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 

@@ -3,12 +3,16 @@
 import json
 from typing import Any
 
-from launcher.upstream.schema import Values, json_fault
+from launcher.upstream.schema import Values, find_json_fault
 
 
 def inline(value: Any) -> dict[str, Any] | None:
     """The mapping that a JSON text holds, None for other texts and for broken JSON."""
-    if not isinstance(value, str) or not value.startswith("{") or json_fault(value) is not None:
+    if (
+        not isinstance(value, str)
+        or not value.startswith("{")
+        or find_json_fault(value) is not None
+    ):
         return None
     mapping: dict[str, Any] = json.loads(value)
     return mapping

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
 from launcher.lazy_dataclass import dataclass
-from launcher.stage.conversion.settings import SourceSetting, as_list, name_of, value_of
+from launcher.stage.conversion.settings import SourceSetting, as_list, normalise_name, parse_value
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import ScriptCommand
 
@@ -282,9 +282,9 @@ def _read_flags(words: Sequence[Argument], at: int, program: str, invocation: In
         place += 1
         parsed: object = True
         if equals:
-            parsed = value_of(value)
+            parsed = parse_value(value)
         elif _name_option(flag) not in switches and _is_value(words, place):
-            parsed = value_of(words[place].text)
+            parsed = parse_value(words[place].text)
             missing = words[place].missing
             place += 1
         invocation.add_option(program, flag, parsed, word, missing)
@@ -326,11 +326,11 @@ def _read_wrapper_flag(
     parsed: object = True
     missing = word.missing
     if equals:
-        parsed = value_of(value)
+        parsed = parse_value(value)
     elif _name_option(flag) not in _SWITCHES_OF_OTHERS and _is_value(words, place):
         following = words[place].text
         if not _starts(following) and following != "run":
-            parsed = value_of(following)
+            parsed = parse_value(following)
             missing = words[place].missing
             place += 1
     invocation.add_option(program, flag, parsed, word, missing)
@@ -374,7 +374,7 @@ def _read_arguments(words: Sequence[Argument], invocation: Invocation) -> None:
         override = _OVERRIDE.fullmatch(word.text)
         if override is not None:
             name = override[1]
-            value = value_of(override[2])
+            value = parse_value(override[2])
             setting = invocation.setting(name, name, value, word, word.missing)
             invocation.settings.append(setting)
         elif _CONFIG_FILE.search(word.text):
@@ -404,10 +404,10 @@ def _read_trainer_flag(words: Sequence[Argument], place: int, invocation: Invoca
             return place
     parsed: object = True
     if len(values) == 1:
-        parsed = value_of(values[0].text)
+        parsed = parse_value(values[0].text)
     elif values:
-        parsed = [value_of(value.text) for value in values]
+        parsed = [parse_value(value.text) for value in values]
     missing = tuple(name for value in values for name in value.missing)
-    setting = invocation.setting(name_of(flag), flag, parsed, word, missing)
+    setting = invocation.setting(normalise_name(flag), flag, parsed, word, missing)
     invocation.settings.append(setting)
     return place

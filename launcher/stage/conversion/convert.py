@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.config.keys import STAGES
 from launcher.config.load import TOOLS
-from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding
+from launcher.errors import Finding, InvalidConfig, Severity, launch_finding, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, replacement, sbatch, sources
@@ -21,7 +21,7 @@ from launcher.stage.conversion.ledger import (
     is_secret,
 )
 from launcher.stage.conversion.replacement import Replacements
-from launcher.stage.conversion.settings import Recipe, SourceSetting, flag_of, last_of_each
+from launcher.stage.conversion.settings import Recipe, SourceSetting, keep_last_of_each, make_flag
 from launcher.stage.conversion.tools import (
     axolotl,
     llama_factory,
@@ -32,7 +32,7 @@ from launcher.stage.conversion.tools import (
 )
 from launcher.stage.draft import Draft
 from launcher.stage.options import Batch
-from launcher.upstream.locate import Locator, past
+from launcher.upstream.locate import Locator, find_past
 from launcher.upstream.trainers import BACKENDS
 
 
@@ -128,7 +128,7 @@ def convert(
     )
     if script != name:
         draft.script = script
-    changes = functools.partial(past, locator.find(tool.backend), entry.script)
+    changes = functools.partial(find_past, locator.find(tool.backend), entry.script)
     ledger = ConversionLedger(recipe=recipe, draft=draft, schema=schema, entry=entry, past=changes)
     _settle(ledger, tool, gpus)
     replacement.apply(ledger, replacements)
@@ -212,8 +212,8 @@ _NOT_OF_DPO = {"loss_type", "run_name", "attn_implementation", "max_grad_norm", 
 
 def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     recipe = ledger.recipe
-    recipe.settings, earlier = last_of_each(recipe.settings)
-    recipe.launchers, earlier_options = last_of_each(recipe.launchers)
+    recipe.settings, earlier = keep_last_of_each(recipe.settings)
+    recipe.launchers, earlier_options = keep_last_of_each(recipe.launchers)
     launchers.settle(recipe, ledger)
     launchers.settle_arguments(recipe, ledger)
     _write_placeholders(ledger)
@@ -247,7 +247,7 @@ def _leave_rest_of_script(ledger: ConversionLedger) -> None:
         for flag in _FLAG.findall(line):
             if flag not in settled:
                 settled.add(flag)
-                setting = flag_of(flag, str(recipe.path), number)
+                setting = make_flag(flag, str(recipe.path), number)
                 reason = f"line {number} is no part of this training"
                 ledger.leave(setting, reason, matters=False)
 
@@ -488,7 +488,7 @@ def _render_value(setting: SourceSetting) -> str:
     value = setting.value
     if value is True or value is None:
         return ""
-    return brief(redact({setting.key: value})[setting.key])
+    return shorten(redact({setting.key: value})[setting.key])
 
 
 def _collect_findings(ledger: ConversionLedger) -> Iterator[Finding]:
@@ -503,7 +503,7 @@ def _collect_findings(ledger: ConversionLedger) -> Iterator[Finding]:
         help = "the options below are carried as if it did not; take the comment out"
         yield launch_finding("warning", "cut-command", message, help, file=file, line=cut)
     for name, line in ledger.recipe.absent.items():
-        message = f"{brief(name)} is not here: what it says is missing"
+        message = f"{shorten(name)} is not here: what it says is missing"
         help = "put it where the script looks for it, or give it to `--from`"
         yield launch_finding(
             "warning", "missing-source", message, help, file=str(ledger.recipe.path), line=line

@@ -47,7 +47,7 @@ class SourceData:
 
 
 def is_file(path: str) -> bool:
-    return sources.reader_of(Path(path)) is not None
+    return sources.find_reader(Path(path)) is not None
 
 
 def read_test_size(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None:
@@ -103,7 +103,7 @@ def carry_sets(ledger: ConversionLedger, mixture: SourceData) -> None:
 EVALUATES_ON_A_PART = "TRL's script evaluates on a split or a part of the training sets alone"
 
 
-def needed_columns(ledger: ConversionLedger) -> str:
+def name_needed_columns(ledger: ConversionLedger) -> str:
     """The columns of rows that TRL reads for the stage."""
     if "assistant_only_loss" in ledger.schema.fields:
         return "`messages`, or `prompt` and `completion`"
@@ -133,7 +133,7 @@ def _is_plain(mixture: SourceData) -> bool:
 def _build_entry(data: DataSet) -> dict[str, Any]:
     """One entry of `datasets`."""
     entry: dict[str, Any] = {"path": data.path}
-    reader = sources.reader_of(Path(data.path))
+    reader = sources.find_reader(Path(data.path))
     if reader is not None:
         entry = {"path": reader, "data_files": data.path}
     if data.name:
@@ -207,6 +207,6 @@ def parse_data_set(text: str) -> DataSet:
     return DataSet(path=path, name=name, rows=rows)
 
 
-def local_path(path: str, recipe: Recipe) -> str:
+def find_local_path(path: str, recipe: Recipe) -> str:
     """A path of the source as it is from here, if it exists."""
     return str(find_near(path, recipe.path) or path)

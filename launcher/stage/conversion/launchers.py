@@ -16,7 +16,7 @@ from launcher.stage.conversion.settings import (
     is_off,
     is_on,
     leading_number,
-    words,
+    split_words,
 )
 from launcher.stage.conversion.sharding import ShardingName
 
@@ -148,7 +148,7 @@ def _count_devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int
                 ledger.point(setting, "--gpus")
         elif setting.key in ("include", "i"):
             devices = str(setting.value).partition("@")[0].rpartition(":")[2]
-            each = len(words(devices)) or None
+            each = len(split_words(devices)) or None
             ledger.point(setting, "--gpus")
     if each is None and total is not None:
         return max(1, total // (recipe.nodes or 1))
@@ -162,7 +162,7 @@ def _count_visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.key == "NPROC_PER_NODE":
             number = leading_number(setting.value)
         elif setting.key in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
-            number = len(words(setting.value))
+            number = len(split_words(setting.value))
         else:
             continue
         if recipe.gpus is None:
@@ -209,18 +209,18 @@ def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
 
 def _find_sharding(options: Mapping[str, Any], recipe: Recipe) -> ShardingName | None:
     if "deepspeed_config_file" in options:
-        return sharding.of_deepspeed(options["deepspeed_config_file"], recipe)
+        return sharding.name_deepspeed(options["deepspeed_config_file"], recipe)
     if "zero_stage" in options:
         states = options.get("offload_optimizer_device")
         weights = options.get("offload_param_device")
         offloads = not is_off(states) or not is_off(weights)
-        return sharding.of_stage(options["zero_stage"], offloads=offloads)
+        return sharding.name_stage(options["zero_stage"], offloads=offloads)
     kind = str(options.get("distributed_type")).upper()
     if is_on(options.get("use_fsdp")) or kind == "FSDP":
-        return sharding.of_fsdp(options.get("fsdp_sharding_strategy", "FULL_SHARD"))
+        return sharding.name_fsdp(options.get("fsdp_sharding_strategy", "FULL_SHARD"))
     config = options.get("config_file", options.get("accelerate_config"))
     if config is not None and sharding.read_text(str(config), recipe) is None:
-        return sharding.of_name(str(config))
+        return sharding.recognise_name(str(config))
     if "use_deepspeed" in options:
         # accelerate/utils/dataclasses.py: without a file it is ZeRO-2
         return ShardingName("zero2")
@@ -253,7 +253,7 @@ def settle_arguments(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.key == "deepspeed" and setting.value is True:
             ledger.leave(setting, _SHARDS, matters=False)
         elif setting.key in _DEEPSPEED_FILES and not is_off(setting.value):
-            result = sharding.of_deepspeed(setting.value, recipe)
+            result = sharding.name_deepspeed(setting.value, recipe)
             if result is None:
                 reason = "write `deepspeed:` with one of launch's names, or a path"
                 ledger.leave(setting, reason)
@@ -262,7 +262,7 @@ def settle_arguments(recipe: Recipe, ledger: ConversionLedger) -> None:
         elif setting.key == "zero_stage":
             _set_zero_stage(setting, recipe, ledger)
         elif setting.key == "fsdp":
-            result = sharding.of_fsdp(setting.value)
+            result = sharding.name_fsdp(setting.value)
             if result is None:
                 ledger.leave(setting, "no FSDP", matters=False)
             else:
@@ -277,7 +277,7 @@ def _set_zero_stage(setting: SourceSetting, recipe: Recipe, ledger: ConversionLe
     """`--zero_stage 3 --offload` of a script that makes its DeepSpeed config itself."""
     offload = recipe.get("offload", "cpu_offload", "offload_optimizer", "adam_offload")
     offloads = offload is not None and is_on(offload.value)
-    result = sharding.of_stage(setting.value, offloads=offloads)
+    result = sharding.name_stage(setting.value, offloads=offloads)
     if result is None or "zero_stage" in ledger.schema.fields:
         return
     ledger.shard(result, setting)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any
 
-from launcher.errors import brief
+from launcher.errors import shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.redaction import redact
 from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on
@@ -214,7 +214,7 @@ class ConversionLedger:
             return flag.name
         events = self.past(name)
         if events and events[0].gone:
-            return history.called_now(events[0], self.past, self.schema.fields)
+            return history.find_present_name(events[0], self.past, self.schema.fields)
         return None
 
     def _leave_unknown(self, setting: SourceSetting, target: str) -> None:
@@ -231,7 +231,7 @@ class ConversionLedger:
         elif moved is not None and moved.to is None:
             self.leave(setting, moved.why, matters=False)
         elif changes and changes[0].gone:
-            self.leave(setting, history.sentence(changes[0]), matters=matters)
+            self.leave(setting, history.describe_event(changes[0]), matters=matters)
         else:
             reason = f"{self.schema.script} has no such argument"
             if not matters:
@@ -261,6 +261,6 @@ def explain_missing(setting: SourceSetting) -> str:
     """Why a setting has no value here."""
     expressions = []
     for name in dict.fromkeys(setting.missing):
-        shown = brief(redact(name), 60)
+        shown = shorten(redact(name), 60)
         expressions.append(f"`{shown}`")
     return f"its value is {', '.join(expressions)}, which the script does not tell"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.settings import SourceSetting, is_off, is_on, split_words
 
 
 def parse_pairs(text: str) -> dict[str, str]:
@@ -183,7 +183,7 @@ _FLASH = frozenset(
 )
 
 
-def spell(target: str, value: Any) -> Any:
+def spell_value(target: str, value: Any) -> Any:
     """A value as TRL spells it."""
     if target in _SPELLINGS:
         return _SPELLINGS[target].get(str(value), value)
@@ -201,7 +201,7 @@ def spell(target: str, value: Any) -> Any:
 def _spell_modules(text: str) -> list[str]:
     if text in ("all", "all-linear", "all_linear"):
         return ["all-linear"]
-    return words(text)
+    return split_words(text)
 
 
 def carry_rest(
@@ -218,7 +218,7 @@ def carry_rest(
             _carry_flash(ledger, setting)
             continue
         target = names.get(setting.key, setting.key)
-        spelt = replace(setting, value=spell(target, setting.value))
+        spelt = replace(setting, value=spell_value(target, setting.value))
         ledger.carry_by_name(spelt, names, reasons, unneeded)
 
 

@@ -28,7 +28,7 @@ class UnsupportedProgram:
     instead: str
 
 
-def refusal(program: str) -> UnsupportedProgram | None:
+def find_refusal(program: str) -> UnsupportedProgram | None:
     """Why a program of OLMo-core is not converted; None for any other program."""
     if _OF_OLMO_CORE.search(program):
         return UnsupportedProgram(

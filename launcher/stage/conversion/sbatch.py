@@ -93,7 +93,7 @@ def select_options(launchers: list[SourceSetting]) -> list[SourceSetting]:
     return settings
 
 
-def job_of(settings: list[SourceSetting]) -> Job:
+def read_job(settings: list[SourceSetting]) -> Job:
     values = {setting.key: str(setting.value) for setting in settings}
     nodes = leading_number(values.get("nodes"))
     return Job(gpus=_count_gpus(values, nodes or 1), nodes=nodes)

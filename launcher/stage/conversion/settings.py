@@ -80,7 +80,7 @@ def value_or(setting: SourceSetting | None, default: Any) -> Any:
     return setting.value
 
 
-def name_of(flag: str) -> str:
+def normalise_name(flag: str) -> str:
     """`--learning-rate` as the trainers' dataclasses call it."""
     return _DASHES.sub("", flag, count=1).replace("-", "_")
 
@@ -95,12 +95,12 @@ def find_near(path: str, source: Path) -> Path | None:
     return None
 
 
-def flag_of(flag: str, file: str, line: int) -> SourceSetting:
+def make_flag(flag: str, file: str, line: int) -> SourceSetting:
     """A flag whose value is not read."""
-    return SourceSetting(key=name_of(flag), value=None, written=flag, file=file, line=line)
+    return SourceSetting(key=normalise_name(flag), value=None, written=flag, file=file, line=line)
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A word of a command line: a number, `true`, `false`, `None`, or text; `no` stays text."""
     if text in ("None", "null"):
         return None
@@ -108,13 +108,13 @@ def value_of(text: str) -> Any:
         return text.lower() == "true"
     if re.fullmatch(r"\d+(_\d+)+", text):
         return int(text)
-    value = document.plain(text)
+    value = document.parse_scalar(text)
     if isinstance(value, bool) or value is None:
         return text
     return value
 
 
-def of_document(content: Document, file: str) -> list[SourceSetting]:
+def read_document(content: Document, file: str) -> list[SourceSetting]:
     """The keys of a YAML file as settings."""
     settings = []
     for key, value in content.value.items():
@@ -155,14 +155,14 @@ def leading_number(value: Any) -> int | None:
     return int(match[0])
 
 
-def words(value: Any) -> list[str]:
+def split_words(value: Any) -> list[str]:
     """The words of a value that may be a list, or one text with commas or blanks."""
     if isinstance(value, list):
         return [str(item).strip() for item in value]
     return [word for word in re.split(r"[,\s]+", str(value)) if word]
 
 
-def last_of_each(
+def keep_last_of_each(
     settings: Iterable[SourceSetting],
 ) -> tuple[list[SourceSetting], list[SourceSetting]]:
     """The last setting of each name, and the earlier ones that it replaces."""

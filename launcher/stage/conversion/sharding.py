@@ -70,14 +70,14 @@ def read_mapping(path: str, recipe: Recipe) -> dict[str, Any] | None:
     return value
 
 
-def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
+def name_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
     """launch's name for a DeepSpeed config: a mapping, a file, or the name of one."""
     if isinstance(value, Mapping):
         return _find_sharding(value)
     text = str(value)
     content = read_mapping(text, recipe)
     # without a stage of ZeRO in it, the name alone tells
-    return _find_sharding(content or {}) or of_name(text)
+    return _find_sharding(content or {}) or recognise_name(text)
 
 
 def _find_sharding(content: Mapping[str, Any]) -> ShardingName | None:
@@ -91,10 +91,10 @@ def _find_sharding(content: Mapping[str, Any]) -> ShardingName | None:
         if isinstance(device, Mapping):
             device = device.get("device")
         offloads = offloads or not is_off(device) or not is_off(zero.get(f"{key}_device"))
-    return of_stage(stage, offloads=offloads)
+    return name_stage(stage, offloads=offloads)
 
 
-def of_name(text: str) -> ShardingName | None:
+def recognise_name(text: str) -> ShardingName | None:
     """launch's name for a DeepSpeed or accelerate config whose name tells its stage."""
     name = text.lower().rpartition("/")[2]
     match = _STAGE.search(name) or _STAGE.search(text.lower())
@@ -103,10 +103,10 @@ def of_name(text: str) -> ShardingName | None:
     if match is None:
         return None
     offloads = "offload" in name and not re.search(r"(?:no|without)[_-]?offload", name)
-    return of_stage(match[1], offloads=offloads)
+    return name_stage(match[1], offloads=offloads)
 
 
-def of_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
+def name_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
     text = str(stage)
     if text not in ("0", "1", "2", "3"):
         return None
@@ -119,7 +119,7 @@ def of_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
     return ShardingName(f"zero{text}")
 
 
-def of_fsdp(strategy: Any) -> ShardingName | None:
+def name_fsdp(strategy: Any) -> ShardingName | None:
     """launch's name for FSDP's sharding strategy."""
     text = str(strategy).upper()
     if is_off(strategy) or "NO_SHARD" in text:

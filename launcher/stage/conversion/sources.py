@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from launcher.config import document
-from launcher.config.load import tool_of
+from launcher.config.load import recognise_tool
 from launcher.errors import Finding, InvalidConfig, usage
 from launcher.files import read_bytes
 from launcher.lazy_dataclass import dataclass
@@ -23,11 +23,11 @@ from launcher.stage.conversion.settings import (
     Recipe,
     SourceSetting,
     find_near,
-    flag_of,
-    of_document,
+    make_flag,
+    read_document,
 )
 from launcher.stage.shell import interpreter, syntax
-from launcher.stage.shell.expansion import Argument, ShellScope, text_variable
+from launcher.stage.shell.expansion import Argument, ShellScope, make_text_variable
 from launcher.stage.shell.interpreter import Script
 from launcher.upstream.open_instruct import STAGES
 
@@ -101,7 +101,7 @@ def read_recipes(path: Path, circumstances: Circumstances) -> tuple[Recipe, ...]
     if _is_shell(path, text):
         return _read_recipes(path, text, circumstances)
     content = document.read_yaml(path)
-    tool = yaml_tool(content.value)
+    tool = recognise_yaml(content.value)
     if {"stage", "args"} <= content.value.keys():
         message = (
             f"{path} is a stage file of launch already: --from reads what other tools train with"
@@ -113,7 +113,7 @@ def read_recipes(path: Path, circumstances: Circumstances) -> tuple[Recipe, ...]
             "LLaMA-Factory or torchtune, and no script that launches one"
         )
         raise usage("unknown-format", message, f"launch validate-config {path}")
-    settings = of_document(content, str(path))
+    settings = read_document(content, str(path))
     return (Recipe(path=path, tool=tool, program=path.name, settings=settings),)
 
 
@@ -128,12 +128,12 @@ def _is_shell(path: Path, text: str) -> bool:
     return "#SBATCH" in text or _STARTS.search(text) is not None
 
 
-def yaml_tool(values: Mapping[str, Any]) -> str | None:
+def recognise_yaml(values: Mapping[str, Any]) -> str | None:
     """Whose file a YAML mapping is; None for a stage file of launch, and for anything else."""
     keys = set(values)
     if keys & {"args", "open_instruct", "stages"}:
         return None
-    tool = tool_of(values)
+    tool = recognise_tool(values)
     if tool is not None:
         return tool
     if "model" in keys and keys & {"train_dataset", "init_config", "dist_config"}:
@@ -172,7 +172,7 @@ def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[
         recipe.text = text
         recipe.directives = [*directives, *sbatch.select_options(recipe.launchers)]
         recipe.launchers = [s for s in recipe.launchers if not sbatch.is_of_slurm(s)]
-        job = sbatch.job_of(recipe.directives)
+        job = sbatch.read_job(recipe.directives)
         recipe.nodes = job.nodes
         recipe.gpus = job.gpus
         recipes.append(recipe)
@@ -185,7 +185,7 @@ def _build_scope(
     path: Path, directives: list[SourceSetting], circumstances: Circumstances
 ) -> ShellScope:
     """What the shell knows when a script begins: variables, arguments, folder, GPUs."""
-    job = sbatch.job_of(directives)
+    job = sbatch.read_job(directives)
     values = {setting.key: str(setting.value) for setting in directives}
     if job.gpus is not None:
         values["gpus"] = str(job.gpus)
@@ -193,9 +193,9 @@ def _build_scope(
         # the default of sbatch
         values.setdefault("nodes", "1")
     variables = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    variables |= interpreter.cluster_variables(values)
+    variables |= interpreter.list_cluster_variables(values)
     return ShellScope(
-        variables={name: text_variable(value) for name, value in variables.items()},
+        variables={name: make_text_variable(value) for name, value in variables.items()},
         parameters=tuple(Argument(argument, 0) for argument in circumstances.arguments),
         folder=str(path.parent),
         gpus=circumstances.gpus or job.gpus or 1,
@@ -219,7 +219,7 @@ def _read_script_text(path: Path, name: str) -> str | None:
 def _explain_no_training(path: Path, invocations: list[Invocation], script: Script) -> Finding:
     code = "no-training"
     for invocation in invocations:
-        reason = olmo_core.refusal(invocation.program)
+        reason = olmo_core.find_refusal(invocation.program)
         if reason is not None:
             message = f"`{invocation.program}` {reason.what}"
             return document.bad(path, code, message, invocation.line, reason.instead)
@@ -269,7 +269,7 @@ def _build_recipe(path: Path, invocation: Invocation, script: Script) -> Recipe 
         recipe.choices[expression] = reason
     recipe.absent = dict(script.absent)
     for argument, reason in script.skipped:
-        setting = flag_of(argument.text, str(path), argument.line)
+        setting = make_flag(argument.text, str(path), argument.line)
         recipe.skipped.append((setting, reason))
     configs = list(invocation.configs)
     for setting in invocation.positional:
@@ -315,16 +315,16 @@ def _add_config(config: Argument, recipe: Recipe) -> None:
     if content is None:
         recipe.absent[config.text] = config.line
         return
-    tool = yaml_tool(content.value)
+    tool = recognise_yaml(content.value)
     if tool is not None and recipe.tool in ("own", "trl"):
         recipe.tool = tool
-    recipe.settings += of_document(content, str(place))
+    recipe.settings += read_document(content, str(place))
 
 
 def _identify_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     """Whose names a program's arguments have, and its stage; None if it trains no SFT or DPO."""
     program = invocation.program
-    if olmo_core.refusal(program) is not None:
+    if olmo_core.find_refusal(program) is not None:
         return None
     if invocation.kind in _TOOL_OF_PROGRAM:
         return _identify_command_line_tool(invocation)

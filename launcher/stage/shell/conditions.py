@@ -58,7 +58,7 @@ def _evaluate_joined(node: Joined, scope: ShellScope) -> bool | None:
     return value
 
 
-def negated(value: bool | None) -> bool | None:
+def negate(value: bool | None) -> bool | None:
     return None if value is None else not value
 
 
@@ -107,7 +107,7 @@ def _evaluate_test(terms: list[Argument]) -> bool | None:
                 return join(_evaluate_test(terms[:index]), _evaluate_test(terms[index + 1 :]))
     texts = [term.text for term in terms]
     if texts and texts[0] == "!":
-        return negated(_evaluate_test(terms[1:]))
+        return negate(_evaluate_test(terms[1:]))
     if any(term.missing for term in terms):
         return None
     match texts:

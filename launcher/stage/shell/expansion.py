@@ -189,7 +189,7 @@ def _split_value(item: Argument, fields: _SplitWords) -> None:
 
 def _expand_value(part: WordPart, scope: ShellScope, line: int) -> Variable:
     if part.kind == "text":
-        return text_variable(part.text, line)
+        return make_text_variable(part.text, line)
     value = None
     if scope.depth < lexer.MAX_DEPTH:
         scope.depth += 1
@@ -201,16 +201,16 @@ def _expand_value(part: WordPart, scope: ShellScope, line: int) -> Variable:
             value = _simulate_substitution(part.text, scope, line)
         scope.depth -= 1
     if value is None:
-        text = written(part)
+        text = render_part(part)
         return Variable((Argument(text, line, (text,)),))
     return value
 
 
-def text_variable(text: str, line: int = 0) -> Variable:
+def make_text_variable(text: str, line: int = 0) -> Variable:
     return Variable((Argument(text, line),))
 
 
-def written(part: WordPart) -> str:
+def render_part(part: WordPart) -> str:
     """A part as it stands in the script."""
     match part.kind:
         case "text":
@@ -235,11 +235,11 @@ def _expand_parameter(text: str, scope: ShellScope, line: int) -> Variable | Non
     name = match["name"]
     rest = match["rest"]
     if name == "#" and not rest:
-        return text_variable(str(len(scope.parameters)), line)
+        return make_text_variable(str(len(scope.parameters)), line)
     value = _find_variable(name, match["index"], scope)
     if match["length"] and value is not None:
         measured = value.items if value.is_array else value.first.text
-        return text_variable(str(len(measured)), line)
+        return make_text_variable(str(len(measured)), line)
     return _modify_value(value, rest, scope, line)
 
 
@@ -247,7 +247,7 @@ def _find_variable(name: str, index: str | None, scope: ShellScope) -> Variable 
     if name in ("@", "*"):
         return Variable(scope.parameters, is_array=name == "@")
     if name in ("0", "BASH_SOURCE"):
-        return text_variable(f"{scope.folder}/script")
+        return make_text_variable(f"{scope.folder}/script")
     if name.isdecimal():
         return _take_element(scope.parameters, int(name) - 1)
     value = scope.get(name)
@@ -289,7 +289,7 @@ _OPERATION = re.compile(r":?([-=+?])")
 
 
 def _expand_operand(text: str, scope: ShellScope, line: int) -> Argument:
-    return expand_text(lexer.bare_default(text, line), scope)
+    return expand_text(lexer.read_bare_default(text, line), scope)
 
 
 def _cut_all(value: Variable, rest: str, scope: ShellScope, line: int) -> Variable | None:
@@ -352,7 +352,7 @@ def _strip_pattern(text: str, pattern: str, *, at_start: bool, longest: bool) ->
 
 def _calculate_variable(text: str, scope: ShellScope, line: int) -> Variable | None:
     number = calculate(text, scope)
-    return None if number is None else text_variable(str(number), line)
+    return None if number is None else make_text_variable(str(number), line)
 
 
 _REFERENCE = re.compile(r"\$\{(\w+)\}|\$?([A-Za-z_]\w*)")
@@ -368,7 +368,7 @@ def calculate(text: str, scope: ShellScope) -> int | None:
         number = "" if value is None else value.first.text.strip()
         return number if re.fullmatch(r"-?\d{1,15}", number) else "?"
 
-    expression = expand_text(lexer.quoted(text, 0), scope).text
+    expression = expand_text(lexer.read_quoted(text, 0), scope).text
     expression = _REFERENCE.sub(number_of, expression)
     # a number with a leading zero is octal, which nobody means
     expression = _LEADING_ZEROS.sub("", expression)
@@ -409,12 +409,12 @@ def _simulate_substitution(text: str, scope: ShellScope, line: int) -> Variable 
             case Operator(text=sign) if sign != "\n":
                 is_single = False
     if documents and words and words[0].keyword == "cat":
-        return Variable((document_text(documents[0], scope),))
+        return Variable((expand_document(documents[0], scope),))
     if "BASH_SOURCE" in text or "$0" in text:
         return _find_script_folder(text, scope, line)
     number = _count_devices(text, scope, line)
     if number is not None:
-        return text_variable(str(number), line)
+        return make_text_variable(str(number), line)
     if not is_single:
         return None
     arguments = expand_all(words, scope)
@@ -424,7 +424,7 @@ def _simulate_substitution(text: str, scope: ShellScope, line: int) -> Variable 
     if command == "expr":
         return _calculate_variable(" ".join(values).replace("\\", ""), scope, line)
     printed = _simulate_command(command, values)
-    return None if printed is None else text_variable(printed, line)
+    return None if printed is None else make_text_variable(printed, line)
 
 
 _COUNTS = re.compile(r"\bwc\s+-[lw]|device_count\(\)|grep\s+-c")
@@ -438,7 +438,7 @@ _COUNTS_LIST = re.compile(
 
 def _count_devices(text: str, scope: ShellScope, line: int) -> int | None:
     """The number of GPUs or machines, if a command counts them."""
-    whole = expand_text(lexer.quoted(text, line), scope).text
+    whole = expand_text(lexer.read_quoted(text, line), scope).text
     listed = _COUNTS_LIST.match(text)
     number = None
     if listed is not None:
@@ -457,11 +457,11 @@ def _count_devices(text: str, scope: ShellScope, line: int) -> int | None:
     return number
 
 
-def document_text(document: HereDocument, scope: ShellScope) -> Argument:
+def expand_document(document: HereDocument, scope: ShellScope) -> Argument:
     """The lines of a here-document, with variables in them replaced."""
     if not document.expands:
         return Argument(document.text, document.line)
-    return expand_text(lexer.quoted(document.text, document.line), scope)
+    return expand_text(lexer.read_quoted(document.text, document.line), scope)
 
 
 def _find_script_folder(text: str, scope: ShellScope, line: int) -> Variable | None:
@@ -472,7 +472,7 @@ def _find_script_folder(text: str, scope: ShellScope, line: int) -> Variable | N
     if "dirname" not in text:
         return None
     ups = re.findall(r"\.\.(?=[/\"'\s]|$)", text)
-    return text_variable(posixpath.normpath(posixpath.join(scope.folder, *ups)), line)
+    return make_text_variable(posixpath.normpath(posixpath.join(scope.folder, *ups)), line)
 
 
 def _simulate_command(command: str, values: list[str]) -> str | None:

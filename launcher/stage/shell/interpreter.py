@@ -20,8 +20,8 @@ from launcher.stage.shell.expansion import (
     Argument,
     ShellScope,
     Variable,
-    document_text,
     expand_all,
+    expand_document,
     expand_text,
 )
 from launcher.stage.shell.lexer import HereDocument, Word
@@ -176,13 +176,13 @@ class _Interpreter:
         # whether a branch before is taken
         taken: bool | None = False
         for branch in node.branches:
-            value = conditions.negated(taken)
+            value = conditions.negate(taken)
             if value is True:
                 self._run_starts(branch.condition)
                 value = conditions.holds(branch.condition, self.script.scope)
                 taken = value
             self._walk_branch(value, branch.body, node.line)
-        self._walk_branch(conditions.negated(taken), node.otherwise, node.line)
+        self._walk_branch(conditions.negate(taken), node.otherwise, node.line)
 
     def _walk_branch(self, value: bool | None, body: tuple[Node, ...], line: int) -> None:
         if value is True:
@@ -195,7 +195,7 @@ class _Interpreter:
     def _skip_branch(self, nodes: tuple[Node, ...], line: int) -> None:
         """Note the flags of a branch that is not taken."""
         reason = f"only if the condition in line {line} holds, which it does not"
-        for word in syntax.words(nodes):
+        for word in syntax.walk_words(nodes):
             first = word.parts[0] if word.parts else None
             if first is not None and first.kind == "text" and _FLAG.match(first.text):
                 for name in _FLAGS.findall(first.text):
@@ -339,7 +339,7 @@ class _Interpreter:
         scope = self.script.scope
         *flags, name = [argument.text for argument in arguments]
         if node.document is not None:
-            text = document_text(node.document, scope)
+            text = expand_document(node.document, scope)
             self._set_variable(name, Variable((text,)))
             return
         if node.text is None:
@@ -364,7 +364,7 @@ class _Interpreter:
         if program == "tee" and len(arguments) > 1:
             target = arguments[-1].text
         if target is not None:
-            self.script.files[target] = document_text(document, scope)
+            self.script.files[target] = expand_document(document, scope)
 
     def _try_script(self, node: Simple, arguments: list[Argument]) -> bool:
         """Walk a function, the text of `eval` and `bash -c`, or another script, if it is one."""
@@ -397,7 +397,7 @@ class _Interpreter:
         scope = self.script.scope
         texts = [argument.text for argument in arguments]
         if node.document is not None and program in _SHELLS | _REMOTE:
-            texts.append(document_text(node.document, scope).text)
+            texts.append(expand_document(node.document, scope).text)
         for place, text in enumerate(texts):
             if place and " " in text.strip() and _STARTS.search(text):
                 command = text.partition("--wrap=")[2] or text
@@ -484,7 +484,7 @@ def read_script(text: str, file: str, *, find: Find, scope: ShellScope) -> Scrip
     return interpreter.script
 
 
-def cluster_variables(directives: Mapping[str, str]) -> dict[str, str]:
+def list_cluster_variables(directives: Mapping[str, str]) -> dict[str, str]:
     """What Slurm sets for a job of these directives (`nodes`, `gpus`, ... ) in its environment."""
     values: dict[str, str] = {}
     for variable, directive in _CLUSTER.items():

@@ -381,13 +381,13 @@ def split(text: str, line: int = 1) -> TokenList:
     return _Lexer(text, line).run()
 
 
-def quoted(text: str, line: int) -> Word:
+def read_quoted(text: str, line: int) -> Word:
     """A text as if it stood in double quotes, such as the lines of a here-document."""
     reader = _WordReader(text, 0, line)
     return Word(tuple(reader.inside_quotes("")), line)
 
 
-def bare_default(text: str, line: int) -> Word:
+def read_bare_default(text: str, line: int) -> Word:
     """What stands behind the sign in `${NAME:-text}`: blanks are kept, quotes are taken off."""
     parts: list[WordPart] = []
     at = 0

@@ -420,7 +420,7 @@ def _restore_source(token: Token) -> str:
     return "".join(texts)
 
 
-def words(nodes: tuple[Node, ...]) -> Iterator[Word]:
+def walk_words(nodes: tuple[Node, ...]) -> Iterator[Word]:
     """Every word of commands and assignments, those in structures too."""
     for node in nodes:
         match node:
@@ -429,16 +429,16 @@ def words(nodes: tuple[Node, ...]) -> Iterator[Word]:
                     yield from assignment.values
                 yield from node.words
             case Joined():
-                yield from words(tuple(item for _, item in node.items))
+                yield from walk_words(tuple(item for _, item in node.items))
             case If():
                 for branch in node.branches:
-                    yield from words(branch.body)
-                yield from words(node.otherwise)
+                    yield from walk_words(branch.body)
+                yield from walk_words(node.otherwise)
             case For() | While() | FunctionDefinition():
-                yield from words(node.body)
+                yield from walk_words(node.body)
             case Case():
                 for choice in node.choices:
-                    yield from words(choice.body)
+                    yield from walk_words(choice.body)
 
 
 def parse(tokens: tuple[Token, ...]) -> tuple[Node, ...]:

@@ -26,7 +26,7 @@ class Pattern:
     always: tuple[re.Pattern[bytes], ...] = ()
 
 
-def pattern(
+def make_pattern(
     name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
 ) -> Pattern:
     """A `Pattern` from readable text; its needle is by default the longest text in every match."""
@@ -76,14 +76,14 @@ Table = Mapping[str, tuple[str | tuple[str, str], ...]]
 """Name -> what is looked for: a regular expression, or one with the text that is found first."""
 
 
-def patterns(table: Table) -> tuple[Pattern, ...]:
+def make_patterns(table: Table) -> tuple[Pattern, ...]:
     patterns = []
     for name, regexes in table.items():
         for regex in regexes:
             needle = None
             if not isinstance(regex, str):
                 needle, regex = regex
-            patterns.append(pattern(name, regex, needle))
+            patterns.append(make_pattern(name, regex, needle))
     return tuple(patterns)
 
 
@@ -335,4 +335,4 @@ _TABLE: Table = {
     "warned": (r"(?:^|[\s:])launch: warning: (?P<message>.*)",),
 }
 
-PATTERNS: tuple[Pattern, ...] = patterns(_TABLE)
+PATTERNS: tuple[Pattern, ...] = make_patterns(_TABLE)

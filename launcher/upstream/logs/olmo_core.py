@@ -2,7 +2,7 @@
 
 import re
 
-from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
+from launcher.upstream.logs.common import Pattern, Table, make_pattern, make_patterns
 
 BLOCK_BEGIN = b"[step="
 """The begin of a progress marker, below which the metrics of the step stand, one a line
@@ -20,7 +20,7 @@ SUFFIXES = {"B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 _LINES: tuple[Pattern, ...] = (
     # the only loss on the console: those of DPO reach trackers alone
-    pattern(
+    make_pattern(
         "block_loss",
         r"^ +train/CE loss=(?P<loss>\S{1,30})$",
         "    train/CE loss=",
@@ -45,4 +45,4 @@ _TABLE: Table = {
     ),
 }
 
-PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE))
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *make_patterns(_TABLE))

@@ -6,7 +6,7 @@ What the known commits print in other words has a pattern of each.
 import re
 
 from launcher.upstream.logs.common import PATTERNS as COMMON
-from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
+from launcher.upstream.logs.common import Pattern, Table, make_pattern, make_patterns
 
 STAGES = {"FlatArguments": "sft", "DPOExperimentConfig": "dpo", "ExperimentConfig": "dpo"}
 """Which stage a dataclass in the arguments dump belongs to.
@@ -42,15 +42,15 @@ _ARGUMENT = (
 _LINES: tuple[Pattern, ...] = (
     # open_instruct/finetune.py::main[pprint], dpo_tune_cache.py::main[pprint] (rich.pretty.pprint)
     *(
-        pattern("arguments", _ARGUMENT, f"{begin}(")
+        make_pattern("arguments", _ARGUMENT, f"{begin}(")
         for begin in ("│   FlatArguments", "ExperimentConfig", "│   TokenizerConfig")
     ),
     # open_instruct/finetune.py::main[Total optimization],
     # dpo_tune_cache.py::main[Total optimization]
-    pattern("total_steps", _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})"),
+    make_pattern("total_steps", _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})"),
     # open_instruct/finetune.py::main[Aux Loss:], open_instruct/finetune.py::main[logger.info #14],
     # dpo_tune_cache.py::main[logger_str = f]
-    pattern(
+    make_pattern(
         "step",
         _LOGGED + r"Step: (?P<step>\d{1,12}), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
         r"(?:,? Aux Loss: (?P<aux>[^\s,]+))?(?:, TPS: (?P<tps>[^\s,]+))?",
@@ -159,4 +159,4 @@ REFERENCE_CACHE = re.compile(
 `reference_missed` names it.
 """
 
-PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *make_patterns(_TABLE), *COMMON)

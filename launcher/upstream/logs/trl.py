@@ -1,22 +1,22 @@
 """What TRL's scripts and HF Trainer print (trl 1.16, transformers 5.17), as patterns."""
 
 from launcher.upstream.logs.common import PATTERNS as COMMON
-from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
+from launcher.upstream.logs.common import Pattern, Table, make_pattern, make_patterns
 
 _LINES: tuple[Pattern, ...] = (
     # transformers/trainer_callback.py ProgressCallback.on_log; PrinterCallback without a bar
-    pattern(
+    make_pattern(
         "metrics",
         r"(?P<pairs>\{'loss': [^{}]*\})",
         "{'loss': ",
         always=(r"\{'loss': '?-?[niNI]", r"_norm': '?-?[niNI]"),
     ),
     # transformers/trainer.py _finalize_training, through the same callback
-    pattern("metrics", r"(?P<pairs>\{'train_runtime': [^{}]*\})", "{'train_runtime': "),
+    make_pattern("metrics", r"(?P<pairs>\{'train_runtime': [^{}]*\})", "{'train_runtime': "),
     # transformers/trainer.py evaluate, through the same callback
-    pattern("evaluated", r"(?P<pairs>\{'eval_(?:\w+_)?loss': [^{}]*\})", "{'eval_"),
+    make_pattern("evaluated", r"(?P<pairs>\{'eval_(?:\w+_)?loss': [^{}]*\})", "{'eval_"),
     # a mean over the run or an evaluation; the losses of steps are in the dicts of `metrics`
-    pattern(
+    make_pattern(
         "mean_nonfinite",
         r"'(?P<what>train_loss|eval_(?:\w+_)?loss)': '?(?P<value>nan|inf)\b",
         "_loss': ",
@@ -77,4 +77,4 @@ _TABLE: Table = {
     ),
 }
 
-PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *make_patterns(_TABLE), *COMMON)

@@ -8,9 +8,9 @@ from launcher.upstream.scripts.open_instruct_arguments import (
     REMOVED,
     TABLES,
     TOKENIZER,
-    data_file,
-    data_hints,
-    named_output,
+    list_data_files,
+    list_data_hints,
+    name_output,
 )
 
 SCRIPT = Entry(
@@ -37,7 +37,7 @@ SCRIPT = Entry(
     needs_process_group=True,
     skips_each_epoch=True,
     ends_after=CACHES_DATA,
-    output=named_output,
+    output=name_output,
     packing="paired",
     dtype="bfloat16",
     liger_dtype="auto",
@@ -45,9 +45,9 @@ SCRIPT = Entry(
     best_attention=True,
     caches_reference=True,
     without_reference=("simpo",),  # dpo_utils.py::DPOLossType.needs_reference_model[return self in]
-    lost=data_file("mixer_list"),
+    lost=list_data_files("mixer_list"),
     hints={
-        **data_hints("mixer_list"),
+        **list_data_hints("mixer_list"),
         "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
     },
     moved={

@@ -9,9 +9,9 @@ from launcher.upstream.scripts.open_instruct_arguments import (
     SUMMED_LOSS,
     TABLES,
     TOKENIZER,
-    data_file,
-    data_hints,
-    named_output,
+    list_data_files,
+    list_data_hints,
+    name_output,
 )
 
 SCRIPT = Entry(
@@ -35,7 +35,7 @@ SCRIPT = Entry(
     stand_ins={"torch.cuda": "supply_cuda_counters", "open_instruct.utils": "supply_mfu"},
     epoch_checkpoints=True,
     ends_after=CACHES_DATA,
-    output=named_output,
+    output=name_output,
     packing="flattened",
     # finetune.py::main[AutoLigerKernelForCausalLM.from_pretrained] names no type there
     dtype="bfloat16",
@@ -43,8 +43,8 @@ SCRIPT = Entry(
     strict_liger=True,
     best_attention=True,
     whole_model=True,  # finetune.py::main[snapshot_download]
-    hints=data_hints("dataset_mixer_list"),
-    lost={"reduce_loss": SUMMED_LOSS, **data_file("dataset_mixer_list")},
+    hints=list_data_hints("dataset_mixer_list"),
+    lost={"reduce_loss": SUMMED_LOSS, **list_data_files("dataset_mixer_list")},
     tables=TABLES,
     moved={
         **REMOVED,

@@ -21,8 +21,8 @@ from launcher.upstream.scripts.open_instruct_arguments import (
     SUMMED_LOSS,
     TABLES,
     TOKENIZER,
-    data_file,
-    data_hints,
+    list_data_files,
+    list_data_hints,
 )
 
 _UTILS = "open_instruct.olmo_core_utils"
@@ -132,8 +132,8 @@ SCRIPT = Entry(
     own_shapes=dpo.SCRIPT.own_shapes,
     tables=TABLES,
     partial=frozenset({"cache_dataset_only"}),
-    hints=data_hints("mixer_list"),
-    lost={"reduce_loss": SUMMED_LOSS, **data_file("mixer_list")},
+    hints=list_data_hints("mixer_list"),
+    lost={"reduce_loss": SUMMED_LOSS, **list_data_files("mixer_list")},
     moved={
         **REMOVED,
         **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS},

@@ -44,12 +44,12 @@ INSTEAD = {
 }
 
 
-def data_hints(listed: str) -> dict[str, str]:
+def list_data_hints(listed: str) -> dict[str, str]:
     help = f"write the sets as `{listed}: [name, amount, name, amount, ...]`"
     return {"dataset_mixer": help, "dataset_name": help}
 
 
-def data_file(listed: str) -> dict[str, Lost]:
+def list_data_files(listed: str) -> dict[str, Lost]:
     return {
         DATA_FILE: Lost(
             did="it named the file of the data",
@@ -82,7 +82,7 @@ TABLES = (
 CACHES_DATA = {"cache_dataset_only": "data set"}
 
 
-def named_output(values: Values) -> Path:
+def name_output(values: Values) -> Path:
     """`output_dir`, with `exp_name` below it unless `do_not_randomize_output_dir`
     (finetune.py::main[if not args.do_not_randomize_output_dir]).
 

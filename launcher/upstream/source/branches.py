@@ -10,7 +10,7 @@ from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
 from launcher.upstream.source.lookup import Lookup
 from launcher.upstream.source.record import UNSURE, Spot, WalkRecord
-from launcher.upstream.source.syntax import root_of
+from launcher.upstream.source.syntax import find_root
 from launcher.upstream.source.values import DEFAULT, Args, Frame, Text, Values
 
 
@@ -36,11 +36,11 @@ class Branches(Lookup):
             if node not in texts:
                 text = self.express_as_text(node, at.frame)
                 # a condition that names no argument says nothing about a stage file
-                texts[node] = text if text is not None and conditions.names(text) else None
+                texts[node] = text if text is not None and conditions.list_names(text) else None
             return texts[node]
 
-        if_true = conditions.implied(test, True, say)
-        if_false = conditions.implied(test, False, say)
+        if_true = conditions.find_implied(test, True, say)
+        if_false = conditions.find_implied(test, False, say)
         return at.under(if_true), at.under(if_false)
 
     def express_as_text(self, node: ast.expr, frame: Frame) -> str | None:
@@ -84,7 +84,7 @@ class Branches(Lookup):
             return self._express_literal(node, frame)
         match list(values):
             case [Text(text)]:
-                return conditions.parsed(text)
+                return conditions.parse_condition(text)
         raise _Inexpressible
 
     def _express_attribute(self, node: ast.Attribute, frame: Frame) -> ast.expr:
@@ -95,7 +95,7 @@ class Branches(Lookup):
             if owners and all(isinstance(owner, Args) for owner in owners):
                 name = self.record.version_name(node.attr)
                 return ast.Name(name, ast.Load())
-        root = root_of(node)
+        root = find_root(node)
         if isinstance(root, ast.Name) and frame.find(root.id) is None:
             return self._express_literal(node, frame)
         raise _Inexpressible

@@ -17,9 +17,9 @@ from launcher.upstream.source.syntax import (
     SHOWS,
     FunctionNode,
     FunctionShape,
-    last,
-    parameters_of,
-    root_of,
+    find_root,
+    list_parameters,
+    take_last_name,
 )
 from launcher.upstream.source.values import (
     ANY,
@@ -40,16 +40,16 @@ from launcher.upstream.source.values import (
     Text,
     Value,
     Values,
-    carried,
-    contents,
-    entries,
-    functions_in,
-    leaves,
-    listed,
+    drop_texts,
+    find_carried,
+    find_functions,
+    keep_objects,
+    make_list,
     mapping_of,
-    merged,
-    objects,
-    without_texts,
+    merge,
+    take_contents,
+    take_entries,
+    take_leaves,
 )
 
 # methods of the parser that return one object for each dataclass
@@ -112,35 +112,35 @@ class Calls(Expressions):
             return self._call_unknown(function, arguments, at)
         if UNKNOWN in targets:
             # of a wrapped function other parameters may be filled already
-            rest = arguments.rest | carried(arguments.sets())
+            rest = arguments.rest | find_carried(arguments.sets())
             arguments = replace(arguments, rest=rest)
         if len(targets) == 1 and not isinstance(function, ast.Subscript):
             return frozenset(self.call(callables[0], arguments, at.guards))
         # one of a table's entries: which one is not known
         guards = at.perhaps().guards
         results = [self.call(target, arguments, guards) for target in callables]
-        return without_texts(merged(*results, NOTHING))
+        return drop_texts(merge(*results, NOTHING))
 
     def _call_unknown(self, function: ast.expr, arguments: CallArguments, at: Spot) -> Values:
         self._call_argument_functions(arguments, at)
         # a wrapper gives back what it wraps, a copy what it was made of
-        back = carried(arguments.sets()) | self._unwrap_call(function, arguments, at.frame)
+        back = find_carried(arguments.sets()) | self._unwrap_call(function, arguments, at.frame)
         if not back:
             return NOTHING
-        if last(function) in _COPIES:
+        if take_last_name(function) in _COPIES:
             for name in arguments.named:
                 self.record.add_write(name)
             return back
-        return back | listed(back) | {UNKNOWN}
+        return back | make_list(back) | {UNKNOWN}
 
     def _unwrap_call(self, function: ast.expr, arguments: CallArguments, frame: Frame) -> Values:
         """A function that is the first argument of one not followed: it may come back, wrapped."""
-        root = root_of(function)
+        root = find_root(function)
         if not isinstance(root, ast.Name):
             return NOTHING
         if root.id in _COLLECTS:
-            values = leaves(value for part in arguments.sets() for value in part)
-            return listed(values) if objects(values) else NOTHING
+            values = take_leaves(value for part in arguments.sets() for value in part)
+            return make_list(values) if keep_objects(values) else NOTHING
         if not arguments.positional or frame.find(root.id) is not None:
             # a method of some object, such as `map`, gives back something else
             return NOTHING
@@ -151,8 +151,8 @@ class Calls(Expressions):
         functions: list[Value] = []
         rest: set[Value] = set()
         for values in arguments.sets():
-            functions += functions_in(values)
-            for value in entries(values):
+            functions += find_functions(values)
+            for value in take_entries(values):
                 if isinstance(value, Args | Object) and self.carries({value}):
                     rest.add(value)
         guards = at.perhaps().guards
@@ -171,7 +171,7 @@ class Calls(Expressions):
             case ast.Attribute(attr=name), _ if name in _PARSES:
                 self.walk_children(node, at)
                 return self._parse_arguments(name)
-            case function, [argument] if last(function) in _AS_MAPPING:
+            case function, [argument] if take_last_name(function) in _AS_MAPPING:
                 values = self.value(argument, at)
                 return frozenset(Items(value.index) for value in values if isinstance(value, Args))
         return None
@@ -197,12 +197,12 @@ class Calls(Expressions):
         is_object = any(isinstance(owner, Object | Args | ModuleValue) for owner in owners)
         if function.attr in _PUTS and not is_object:
             for values in arguments.sets():
-                self.put_into(function.value, contents(values) or values, at.frame)
+                self.put_into(function.value, take_contents(values) or values, at.frame)
         containers = frozenset(v for v in owners if isinstance(v, Items | Container))
         if not containers:
             return None
         # `items` gives pairs, `values` and `copy` a container, `get` an entry
-        result = contents(containers) | containers | {UNKNOWN}
+        result = take_contents(containers) | containers | {UNKNOWN}
         if node.args:
             result |= self.take_entry(node, containers, node.args[0], at)
         return result
@@ -213,7 +213,7 @@ class Calls(Expressions):
         for argument in node.args:
             values = self.symbolic(argument, at)
             if isinstance(argument, ast.Starred):
-                rest.append(contents(values))
+                rest.append(take_contents(values))
             else:
                 arguments.positional.append(values)
         for keyword in node.keywords:
@@ -229,13 +229,13 @@ class Calls(Expressions):
                 elif isinstance(value, Container) and value.keys is not None:
                     arguments.named |= value.pairs
                 elif isinstance(value, Container):
-                    rest.append(contents({value}))
-        arguments.rest = objects(merged(*rest))
+                    rest.append(take_contents({value}))
+        arguments.rest = keep_objects(merge(*rest))
         return arguments
 
     def shows(self, node: ast.Call) -> bool:
         """Whether a call only writes to a log, to the screen, or to a record."""
-        name = last(node.func)
+        name = take_last_name(node.func)
         if name in SHOWS or name in self.recorders:
             return True
         if name in LOGS and isinstance(node.func, ast.Attribute):
@@ -252,7 +252,7 @@ class Calls(Expressions):
             values = self.part(owners, text, node, at)
             if rest and text not in self.record.fields:
                 # it may be the value for an attribute that is not there
-                return merged(values, *others)
+                return merge(values, *others)
             return values
         if any(isinstance(v, Args) for v in owners) and not isinstance(at.frame.bound, Args):
             for possible in self.find_possible_names(name, at.frame):
@@ -297,7 +297,7 @@ class Calls(Expressions):
             self._look_through(target.module, target.node)
             return set()
         if target.node in self._active:
-            env = {name: without_texts(values) for name, values in env.items()}
+            env = {name: drop_texts(values) for name, values in env.items()}
         visible = _find_visible(target, shape)
         key = (target, frozenset(env.items()), frozenset(visible.items()))
         returned = self._returns.setdefault(key, set())
@@ -354,7 +354,7 @@ class Calls(Expressions):
         around = frame.env
         frame.env = dict(frame.parameters)
         for name in frame.shape.assigned & frame.env.keys():
-            frame.env[name] = without_texts(frame.env[name])
+            frame.env[name] = drop_texts(frame.env[name])
         is_recursion = node in self._active
         self._active.add(node)
         self._depth += 1
@@ -381,7 +381,7 @@ class Calls(Expressions):
         # those that no parameter is named after
         named = dict(arguments.named)
         env: dict[str, Values] = {}
-        for parameter in parameters_of(signature):
+        for parameter in list_parameters(signature):
             name = parameter.arg
             values = named.pop(name, None) or passed.get(name, NOTHING)
             if rest and not values:
@@ -414,7 +414,7 @@ class Calls(Expressions):
         if not starts:
             # a dataclass, or a named tuple, keeps what it is made of
             for values in arguments.sets():
-                self.keep(key, ANY, objects(values))
+                self.keep(key, ANY, keep_objects(values))
         if self.keeps(key):
             # whoever gets an object that keeps the arguments may call any of its methods
             for _, _, method in self._list_methods(key):
@@ -446,7 +446,7 @@ class Calls(Expressions):
         self._visited.add(key)
         taken: dict[str, Values] = {}
         for module, _, method in self._list_methods(key):
-            for parameter in parameters_of(method.args):
+            for parameter in list_parameters(method.args):
                 values = self.annotated(parameter, module)
                 if values:
                     taken[parameter.arg] = values
@@ -454,7 +454,7 @@ class Calls(Expressions):
             return
         with self.record.muted(False):
             for module, owner, method in self._list_methods(key):
-                if any(parameter.arg in taken for parameter in parameters_of(method.args)):
+                if any(parameter.arg in taken for parameter in list_parameters(method.args)):
                     function = Function(module, method, Object(key), owner)
                     self.call(function, CallArguments(named=taken), UNSURE)
 

@@ -51,28 +51,28 @@ class _Unknown(Exception):
     """The condition names something whose value is not known before the run."""
 
 
-def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
+def find_implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
     """The conditions that must hold if `test` is `truth`; with `PERHAPS` if they are not all."""
     match test:
         case ast.NamedExpr(value=value):
-            return implied(value, truth, say)
+            return find_implied(value, truth, say)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return implied(operand, not truth, say)
+            return find_implied(operand, not truth, say)
         case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
-            sides = [implied(part, truth, say) for part in parts]
+            sides = [find_implied(part, truth, say) for part in parts]
             return frozenset().union(*sides)
     text = say(test)
     if text is None:
         text = PERHAPS
     elif not truth:
-        text = negated(text)
+        text = negate(text)
     return frozenset({text})
 
 
 @cache
-def negated(text: str) -> str:
+def negate(text: str) -> str:
     """The opposite of a condition, in the form in which the code would most likely write it."""
-    node = parsed(text)
+    node = parse_condition(text)
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             node = operand
@@ -80,7 +80,7 @@ def negated(text: str) -> str:
             opposite = _OPPOSITE[type(comparison)]()
             node = ast.Compare(left, [opposite], comparators)
         case ast.BoolOp(op=op, values=parts):
-            opposites = [parsed(negated(ast.unparse(part))) for part in parts]
+            opposites = [parse_condition(negate(ast.unparse(part))) for part in parts]
             other = ast.Or() if isinstance(op, ast.And) else ast.And()
             node = ast.BoolOp(other, opposites)
         case _:
@@ -88,12 +88,12 @@ def negated(text: str) -> str:
     return ast.unparse(node)
 
 
-def impossible(conditions: frozenset[str]) -> bool:
+def is_impossible(conditions: frozenset[str]) -> bool:
     """Whether two of the conditions exclude each other, read as they stand."""
-    return any(negated(text) in conditions for text in conditions)
+    return any(negate(text) in conditions for text in conditions)
 
 
-def simplified(conditions: Iterable[str]) -> frozenset[str]:
+def simplify(conditions: Iterable[str]) -> frozenset[str]:
     """The conditions without those alternatives that another one has decided already."""
     texts = frozenset(conditions)
     return frozenset(text for text in texts if _split_alternatives(text).isdisjoint(texts))
@@ -102,25 +102,27 @@ def simplified(conditions: Iterable[str]) -> frozenset[str]:
 @cache
 def _split_alternatives(text: str) -> frozenset[str]:
     """The alternatives of an `or`; nothing for any other condition."""
-    match parsed(text):
+    match parse_condition(text):
         case ast.BoolOp(op=ast.Or(), values=parts):
             return frozenset(map(ast.unparse, parts))
     return frozenset()
 
 
 @cache
-def names(text: str) -> frozenset[str]:
-    return frozenset(node.id for node in ast.walk(parsed(text)) if isinstance(node, ast.Name))
+def list_names(text: str) -> frozenset[str]:
+    return frozenset(
+        node.id for node in ast.walk(parse_condition(text)) if isinstance(node, ast.Name)
+    )
 
 
 @cache
 def compares(text: str) -> bool:
     """Whether a condition asks for more than the truth of single arguments."""
-    return any(isinstance(node, ast.Compare) for node in ast.walk(parsed(text)))
+    return any(isinstance(node, ast.Compare) for node in ast.walk(parse_condition(text)))
 
 
 @cache
-def parsed(text: str) -> ast.expr:
+def parse_condition(text: str) -> ast.expr:
     """A condition as a syntax tree, which nobody may change."""
     return ast.parse(text, mode="eval").body
 
@@ -130,7 +132,7 @@ def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
 
     One part of an `and` or `or` may decide, whatever the others are.
     """
-    return _evaluate_truth(parsed(text), values, unknown)
+    return _evaluate_truth(parse_condition(text), values, unknown)
 
 
 def _evaluate_truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool | None:

@@ -11,7 +11,7 @@ from launcher.upstream.source import conditions
 from launcher.upstream.source.branches import Branches
 from launcher.upstream.source.packages import Module
 from launcher.upstream.source.record import ANYHOW, Guards, Spot
-from launcher.upstream.source.syntax import FunctionNode, is_property, own_attributes
+from launcher.upstream.source.syntax import FunctionNode, is_property, list_own_attributes
 from launcher.upstream.source.values import (
     DEFAULT,
     NOTHING,
@@ -32,17 +32,17 @@ from launcher.upstream.source.values import (
     Unknown,
     Value,
     Values,
-    contents,
-    entries,
-    leaves,
-    listed,
+    drop_texts,
+    flatten_deep,
+    keep_objects,
+    make_list,
     mapping_of,
-    merged,
-    objects,
+    merge,
     pick_entry,
-    shallow,
+    take_contents,
+    take_entries,
+    take_leaves,
     unpack,
-    without_texts,
 )
 
 _TABLES = ast.Dict | ast.List | ast.Tuple | ast.Name | ast.Attribute
@@ -74,7 +74,7 @@ class Expressions(Branches):
     def symbolic(self, node: ast.expr, at: Spot) -> Values:
         """What an expression may hold, as an expression over arguments if it is one."""
         values = self.value(node, at)
-        if isinstance(node, ast.BoolOp) and not objects(without_texts(values)) - {DEFAULT}:
+        if isinstance(node, ast.BoolOp) and not keep_objects(drop_texts(values)) - {DEFAULT}:
             values = NOTHING
         if values:
             return values
@@ -148,19 +148,19 @@ class Expressions(Branches):
             true, false = self.split_branches(part, at)
             following = true if isinstance(node.op, ast.And) else false
             at = self.record.drop_outdated(following)
-        return merged(*sides)
+        return merge(*sides)
 
     def _evaluate_conditional(self, node: ast.IfExp, at: Spot) -> Values:
         self.value(node.test, at)
         true, false = self.split_branches(node.test, at)
         first = self._evaluate_side(node.body, true)
         second = self._evaluate_side(node.orelse, false)
-        return merged(*first, *second)
+        return merge(*first, *second)
 
     def _evaluate_side(self, node: ast.expr, at: Spot) -> list[Values]:
         """What one side of a conditional expression may hold; nothing if it is never that one."""
         at = self.record.drop_outdated(at)
-        if conditions.impossible(at.guards):
+        if conditions.is_impossible(at.guards):
             return []
         return [self.symbolic(node, at)]
 
@@ -171,8 +171,8 @@ class Expressions(Branches):
             values = self.symbolic(item, at)
             if isinstance(item, ast.Starred):
                 exact = False
-                values = contents(values)
-            parts.append(shallow(values))
+                values = take_contents(values)
+            parts.append(flatten_deep(values))
         return frozenset({Container(tuple(parts), exact)}) if any(parts) else NOTHING
 
     def _evaluate_dict(self, node: ast.Dict, at: Spot) -> Values:
@@ -180,11 +180,11 @@ class Expressions(Branches):
         parts: list[Values] = []
         all_named = True
         for key, value in zip(node.keys, node.values, strict=True):
-            values = shallow(self.symbolic(value, at))
+            values = flatten_deep(self.symbolic(value, at))
             if key is None:
                 spread = _collect_pairs(values)
                 pairs |= spread
-                parts.append(leaves(values))
+                parts.append(take_leaves(values))
                 all_named = all_named and bool(spread)
                 continue
             self.value(key, at)
@@ -216,13 +216,13 @@ class Expressions(Branches):
                     continue
                 case _:
                     results.append(NOTHING)
-        return merged(*results)
+        return merge(*results)
 
     def _evaluate_comprehension(self, node: _Comprehension, at: Spot) -> Values:
         for generator in node.generators:
             values = self.value(generator.iter, at)
             at = at.perhaps()
-            self.store(generator.target, entries(values), at)
+            self.store(generator.target, take_entries(values), at)
             for test in generator.ifs:
                 self.value(test, at)
                 at = self.split_branches(test, at)[0]
@@ -231,8 +231,8 @@ class Expressions(Branches):
             element = node.value
         else:
             element = node.elt
-        values = objects(self.value(element, at))
-        return listed(values) if values else NOTHING
+        values = keep_objects(self.value(element, at))
+        return make_list(values) if values else NOTHING
 
     def part(self, owners: Values, name: str, node: ast.AST, at: Spot) -> Values:
         """What an attribute of these values may hold."""
@@ -240,7 +240,7 @@ class Expressions(Branches):
         for owner in owners:
             if not isinstance(owner, Default | Unknown):
                 parts.append(self._read_part(owner, name, node, at))
-        values = merged(*parts)
+        values = merge(*parts)
         if values and UNKNOWN in owners:
             values |= {UNKNOWN}
         return values
@@ -261,7 +261,7 @@ class Expressions(Branches):
                 return self._find_in_module(module, name)
             case Container():
                 # of what `with` gets from a generator, or of something that holds it
-                inner = contents({owner})
+                inner = take_contents({owner})
                 return inner | self.part(inner, name, node, at)
         return NOTHING
 
@@ -328,7 +328,7 @@ class Expressions(Branches):
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, at)
                 owners = self.value(owner, at)
-                own = own_attributes(owner)
+                own = list_own_attributes(owner)
                 if own and isinstance(at.frame.bound, Args):
                     self.record.reshaped |= own
                 else:
@@ -339,12 +339,12 @@ class Expressions(Branches):
         is_global = frame.top or name in frame.shape.globals
         if is_global and self.carries(values):
             stored = self.globals.setdefault((frame.module, name), set())
-            stored |= objects(values)
+            stored |= keep_objects(values)
         if name in frame.shape.assigned:
             before = frame.env.get(name)
             if before is not None:
-                values = merged(before, values)
-            values = without_texts(values)
+                values = merge(before, values)
+            values = drop_texts(values)
         frame.env[name] = values
 
     def put(self, value: Value, name: str, values: Values) -> None:
@@ -359,7 +359,7 @@ class Expressions(Branches):
         """Add values to the container that an expression names."""
         if not self.carries(values):
             return
-        entry = listed(objects(values))
+        entry = make_list(keep_objects(values))
         match owner:
             case ast.Name(id=name):
                 before = frame.find(name) or NOTHING

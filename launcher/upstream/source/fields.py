@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Field, Kind
-from launcher.upstream.source.packages import UNKNOWN, Module, Sources, enum_members, mark
+from launcher.upstream.source.packages import UNKNOWN, Module, Sources, mark, read_enum_members
 
 # trl/scripts/_hf_argparser.py::HfArgumentParser._parse_dataclass_field[= _accept_none] wraps the
 # converter of these optional types, and of no list
@@ -191,7 +191,7 @@ class _ClassReader:
                 return _Resolved("opaque", external=external)
             choices = tuple(self.externals[external])
             return _Resolved("choice", choices=choices, external=external)
-        members = enum_members(self.sources, *key)
+        members = read_enum_members(self.sources, *key)
         if members is None:
             return _Resolved("opaque")
         package = self.module.name.partition(".")[0]

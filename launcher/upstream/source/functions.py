@@ -11,7 +11,7 @@ _LOGGERS = frozenset({"logger", "logging", "log", "_logger", "LOGGER"})
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
 
 
-def normalised(node: ast.AST) -> str:
+def normalise(node: ast.AST) -> str:
     """The text of a statement or an expression without docstrings, comments and log calls.
 
     The node itself stays as it is. "" for a statement that only logs.

@@ -10,8 +10,13 @@ from typing import Any, TypeVar
 
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
-from launcher.upstream.source.packages import Definition, Module, Sources, enum_members, mark
-from launcher.upstream.source.syntax import FunctionNode, FunctionShape, parameters_of, shape_of
+from launcher.upstream.source.packages import Definition, Module, Sources, mark, read_enum_members
+from launcher.upstream.source.syntax import (
+    FunctionNode,
+    FunctionShape,
+    describe_function,
+    list_parameters,
+)
 from launcher.upstream.source.values import (
     ANY,
     NOTHING,
@@ -25,14 +30,14 @@ from launcher.upstream.source.values import (
     Object,
     Value,
     Values,
-    without_texts,
+    drop_texts,
 )
 
 Method = tuple[Module, ast.ClassDef, Definition]
 _Answer = TypeVar("_Answer")
 
 
-def remembered(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
+def remember(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """A method of `Lookup` that is asked once for the same arguments."""
 
     @wraps(method)
@@ -71,7 +76,7 @@ class Lookup:
         kept = [*self.attributes.values(), *self.globals.values()]
         return sum(map(len, kept)) + len(self.keepers)
 
-    @remembered
+    @remember
     def order(self, key: ClassKey) -> list[ClassKey]:
         """The class and its bases, the class itself first."""
         return self.sources.linearised(*key)[::-1]
@@ -84,7 +89,7 @@ class Lookup:
                 return key
         return None
 
-    @remembered
+    @remember
     def method(self, key: ClassKey, name: str, after: ast.ClassDef | None) -> Method | None:
         """A method by name, in the order in which Python looks; `after` a class, for `super()`."""
         order = self.order(key)
@@ -126,7 +131,7 @@ class Lookup:
 
     def keep(self, key: ClassKey, name: str, values: Values) -> None:
         """Remember what an attribute of an instance may hold."""
-        kept = without_texts(values) or {UNKNOWN}
+        kept = drop_texts(values) or {UNKNOWN}
         self.attributes.setdefault((key, name), set()).update(kept)
         if self.carries(kept):
             self.keepers.add(key)
@@ -151,7 +156,7 @@ class Lookup:
         """Whether an object has been given the arguments to keep."""
         return not self.keepers.isdisjoint(self.order(key))
 
-    @remembered
+    @remember
     def literal(self, module: Module, node: ast.expr) -> ast.Constant | ast.Tuple | None:
         """A constant or a member of an enum, by its value; several of them as a tuple."""
         match node:
@@ -187,7 +192,7 @@ class Lookup:
     def members(self, module: Module, node: ast.expr) -> dict[str, Any] | None:
         """Names and values of the enum that an expression names; None for anything else."""
         key = self.sources.resolve_class(module, node)
-        return None if key is None else enum_members(self.sources, *key)
+        return None if key is None else read_enum_members(self.sources, *key)
 
     def annotated(self, parameter: ast.arg, module: Module) -> Values:
         """What a parameter holds by its annotation: a parsed dataclass, or a base of one."""
@@ -195,10 +200,10 @@ class Lookup:
             return NOTHING
         return self._find_annotated_arguments(parameter.annotation, module)
 
-    @remembered
+    @remember
     def _find_annotated_arguments(self, node: ast.expr, module: Module) -> Values:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            node = conditions.parsed(node.value)
+            node = conditions.parse_condition(node.value)
         values: set[Value] = set()
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name | ast.Attribute):
@@ -207,10 +212,10 @@ class Lookup:
                     values.add(Args(self.ancestors[key]))
         return frozenset(values)
 
-    @remembered
+    @remember
     def shape(self, node: FunctionNode | ast.Module) -> FunctionShape:
         if isinstance(node, ast.Module):
-            return shape_of(node.body)
-        names = [parameter.arg for parameter in parameters_of(node.args)]
+            return describe_function(node.body)
+        names = [parameter.arg for parameter in list_parameters(node.args)]
         body = [ast.Expr(node.body)] if isinstance(node, ast.Lambda) else node.body
-        return shape_of(body, names)
+        return describe_function(body, names)

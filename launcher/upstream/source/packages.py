@@ -279,7 +279,7 @@ class Sources:
     def _evaluate_member(self, module: Module, owner: ast.Name, name: str) -> Any:
         """The value of a member of an enum. Raises LookupError for any other attribute."""
         key = self.resolve_class(module, owner)
-        members = None if key is None else enum_members(self, *key)
+        members = None if key is None else read_enum_members(self, *key)
         if members is None:
             raise LookupError(name)
         return members[name]
@@ -344,7 +344,9 @@ class _Unknowable(Exception):
     """The expression's value depends on running the module."""
 
 
-def enum_members(sources: Sources, module: Module, node: ast.ClassDef) -> dict[str, Any] | None:
+def read_enum_members(
+    sources: Sources, module: Module, node: ast.ClassDef
+) -> dict[str, Any] | None:
     """Member names and values of an Enum class; None for any other class."""
     if not any(ast.unparse(base).endswith("Enum") for base in node.bases):
         return None

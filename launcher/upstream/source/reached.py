@@ -10,7 +10,7 @@ from dataclasses import field
 
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import reads
-from launcher.upstream.source.functions import normalised
+from launcher.upstream.source.functions import normalise
 from launcher.upstream.source.packages import Definition, Module, Sources, methods_of
 from launcher.upstream.source.values import ClassKey
 
@@ -28,7 +28,7 @@ class Reached:
     text: str
 
 
-def functions_on_path(
+def find_functions_on_path(
     sources: Sources,
     script: str,
     classes: Sequence[tuple[str, str]],
@@ -37,10 +37,10 @@ def functions_on_path(
 ) -> Mapping[str, Reached]:
     """Every function and constant of these packages that `script` reaches, by its symbol.
 
-    The parameters are those of `reads.find`. Functions inside a function belong to it. Raises
+    The parameters are those of `reads.read_path`. Functions inside a function belong to it. Raises
     LookupError without the script.
     """
-    walk = reads.walked(sources, script, classes, fields, recorders)
+    walk = reads.walk_script(sources, script, classes, fields, recorders)
     search = _Search(sources)
     for statement in walk.script.tree.body:
         if isinstance(statement, ast.If | ast.Expr):
@@ -123,7 +123,7 @@ class _Search:
         symbol = f"{module.label}::{name}"
         if symbol in self.reached:
             return
-        text = normalised(node)
+        text = normalise(node)
         if isinstance(node, ast.expr):
             text = f"{name} = {text}"
         self.reached[symbol] = Reached(symbol, node.lineno, text)

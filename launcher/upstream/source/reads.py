@@ -28,7 +28,7 @@ _MAX_PASSES = 12
 _MAX_RECURSION = 8_000
 
 
-def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
+def find_entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
     """The dataclasses that a script parses, as (module, class name): the parser's first argument.
 
     Raises LookupError if there is no such script, or it hands its parser something else.
@@ -63,7 +63,7 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
     raise LookupError(f"{script} hands its parser no dataclasses")
 
 
-def with_own_defaults(
+def apply_own_defaults(
     sources: Sources, script: str, fields: Mapping[str, Field]
 ) -> dict[str, Field]:
     """The fields with the defaults that a script itself sets, by `parser.set_defaults(...)`.
@@ -94,7 +94,7 @@ def _find_script(sources: Sources, script: str) -> Module:
     return module
 
 
-def find(
+def read_path(
     sources: Sources,
     script: str,
     classes: Sequence[tuple[str, str]],
@@ -107,14 +107,14 @@ def find(
     only write down what they read, such as the hash of a cache key. Raises LookupError without the
     script or one of the classes.
     """
-    record = walked(sources, script, classes, fields, recorders).record
+    record = walk_script(sources, script, classes, fields, recorders).record
     reads = {}
     for name in sorted(record.fields):
         reads[name] = _list_reads(record, name)
     return Path(reads=reads, refusals=_list_refusals(record), shadows=record.shadows)
 
 
-def walked(
+def walk_script(
     sources: Sources,
     script: str,
     classes: Sequence[tuple[str, str]],
@@ -157,7 +157,7 @@ def _list_reads(record: WalkRecord, name: str) -> tuple[Read, ...]:
         ways = {_keep_file_conditions(record, guards) for guards in alternatives}
         for when in ways:
             is_weakest = not any(other < when for other in ways)
-            if is_weakest and not conditions.impossible(when):
+            if is_weakest and not conditions.is_impossible(when):
                 reads.append(Read(where, tuple(sorted(when))))
     reads.sort(key=_order_by_place)
     return tuple(reads)
@@ -166,7 +166,7 @@ def _list_reads(record: WalkRecord, name: str) -> tuple[Read, ...]:
 def _keep_file_conditions(record: WalkRecord, guards: Guards) -> frozenset[str]:
     """The conditions that a stage file decides: not those on what the script itself changes."""
     kept = _without_passed(guards - UNSURE)
-    return conditions.simplified(filter(record.stands, kept))
+    return conditions.simplify(filter(record.stands, kept))
 
 
 def _without_passed(guards: Guards) -> Guards:
@@ -179,11 +179,11 @@ def _list_refusals(record: WalkRecord) -> tuple[Refusal, ...]:
     for where, alternatives in record.refusals.items():
         parsing = where in record.parsing
         for guards, error in alternatives:
-            if not guards or conditions.impossible(guards):
+            if not guards or conditions.is_impossible(guards):
                 continue
             # what earlier refusals on the way exclude need not be repeated
             new = _without_passed(guards)
-            shortest = conditions.simplified(new or guards)
+            shortest = conditions.simplify(new or guards)
             when = tuple(sorted(map(str, shortest)))
             refusals.append(Refusal(where, when, error=error, parsing=parsing))
     refusals.sort(key=_order_by_place)

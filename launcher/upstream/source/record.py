@@ -100,7 +100,7 @@ class WalkRecord:
         """A branch that cannot be reached: what its test reads loses against what excludes it."""
         rivals: set[str] = set()
         for guard in at.guards:
-            if conditions.negated(guard) in at.guards:
+            if conditions.negate(guard) in at.guards:
                 rivals |= _find_arguments(guard)
         shadow = Shadow(where=at.place(node), by=tuple(sorted(rivals)))
         tested = set() if text is None else _find_arguments(text)
@@ -120,7 +120,7 @@ class WalkRecord:
 
     def stands(self, text: str) -> bool:
         """Whether a condition is about the stage file's values, as far as the script was walked."""
-        names = conditions.names(text)
+        names = conditions.list_names(text)
         if not names <= self.fields - self.written.keys():
             return False
         return names.isdisjoint(self.reshaped) or not conditions.compares(text)
@@ -140,7 +140,7 @@ class WalkRecord:
         return kept if _are_passed(outdated) else kept.perhaps()
 
     def _is_current(self, text: str) -> bool:
-        names = conditions.names(text)
+        names = conditions.list_names(text)
         return all(self.version_name(_strip_version(name)) == name for name in names)
 
 
@@ -154,4 +154,4 @@ def _strip_version(name: str) -> str:
 
 
 def _find_arguments(text: str) -> set[str]:
-    return set(map(_strip_version, conditions.names(text)))
+    return set(map(_strip_version, conditions.list_names(text)))

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
 from launcher.upstream.source.calls import Calls
-from launcher.upstream.source.lookup import remembered
+from launcher.upstream.source.lookup import remember
 from launcher.upstream.source.packages import Definition, Module, mark
 from launcher.upstream.source.record import ANYHOW, UNSURE, Passed, Spot
 from launcher.upstream.source.syntax import (
     LOOPS,
+    list_own_attributes,
     may_leave,
     only_complains,
-    own_attributes,
     refuses,
     trains,
 )
@@ -29,10 +29,10 @@ from launcher.upstream.source.values import (
     CallArguments,
     Frame,
     Function,
-    entries,
-    merged,
-    objects,
-    without_texts,
+    drop_texts,
+    keep_objects,
+    merge,
+    take_entries,
 )
 
 _DEFINES = Definition | ast.ClassDef | ast.Import | ast.ImportFrom
@@ -113,7 +113,7 @@ class Walk(Calls):
                 before = self.value(target, at)
                 if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
                     self.record.add_change(before)
-                self.store(target, merged(objects(before), values), at)
+                self.store(target, merge(keep_objects(before), values), at)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 self.walk_defaults(node, at)
                 # it sees the names of this one, as they are when it is called
@@ -129,7 +129,7 @@ class Walk(Calls):
             case _:
                 self.walk_children(node, at)
 
-    @remembered
+    @remember
     def _may_leave(self, node: ast.stmt) -> bool:
         return may_leave(node)
 
@@ -141,7 +141,7 @@ class Walk(Calls):
         if node.value is None:
             return
         # its caller may know other conditions
-        at.frame.returned |= without_texts(self.value(node.value, at)) or {UNKNOWN}
+        at.frame.returned |= drop_texts(self.value(node.value, at)) or {UNKNOWN}
 
     def _assign(self, node: ast.Assign, at: Spot) -> None:
         if self._puts_back(node, at.frame):
@@ -156,7 +156,7 @@ class Walk(Calls):
 
     def _walk_if(self, node: ast.If, at: Spot) -> Spot | None:
         yes, no = self.split_branches(node.test, at)
-        dead = conditions.impossible(yes.guards)
+        dead = conditions.is_impossible(yes.guards)
         # nothing that training does depends on such a test
         quiet = not node.orelse and (dead or only_complains(node.body))
         quiet = quiet or self.record.silent or self._only_puts_back(node, at.frame)
@@ -164,7 +164,7 @@ class Walk(Calls):
             self.value(node.test, at)
         yes = self.record.drop_outdated(yes)
         no = self.record.drop_outdated(no)
-        if conditions.impossible(yes.guards) and not node.orelse:
+        if conditions.is_impossible(yes.guards) and not node.orelse:
             text = self.express_as_text(node.test, yes.frame)
             self.record.add_shadow(text, node.test, yes)
         after_yes = self._walk_branch(node.body, yes)
@@ -179,7 +179,7 @@ class Walk(Calls):
 
     def _walk_branch(self, body: Sequence[ast.stmt], at: Spot) -> Spot | None:
         """Walk a branch, unless nothing leads into it."""
-        return None if conditions.impossible(at.guards) else self.walk_block(body, at)
+        return None if conditions.is_impossible(at.guards) else self.walk_block(body, at)
 
     def _continue_in_branch(
         self, body: Sequence[ast.stmt], after: Spot, taken: Spot, before: Spot
@@ -206,7 +206,7 @@ class Walk(Calls):
                 self.value(node.test, at)
                 inside = inside.under(self.split_branches(node.test, at)[0].guards - UNSURE)
             else:
-                self.store(node.target, entries(self.value(node.iter, at)), at)
+                self.store(node.target, take_entries(self.value(node.iter, at)), at)
             self.walk_block(node.body, inside)
             at = self.record.drop_outdated(at)
             if at == start and at.frame.env == before:
@@ -247,7 +247,7 @@ class Walk(Calls):
             return False
         match node.targets:
             case [ast.Attribute(value=ast.Name(id="self"), attr=name)]:
-                return name in self.record.fields and own_attributes(node.value) == {name}
+                return name in self.record.fields and list_own_attributes(node.value) == {name}
         return False
 
     def _makes_member(self, value: ast.expr, frame: Frame) -> bool:
@@ -261,7 +261,7 @@ class Walk(Calls):
         """Whether a test of one argument decides about nothing but that argument's own form."""
         if not isinstance(frame.bound, Args):
             return False
-        tested = own_attributes(node.test)
+        tested = list_own_attributes(node.test)
         if len(tested) != 1 or not tested <= self.record.fields:
             return False
         for statement in (*node.body, *node.orelse):
@@ -269,7 +269,7 @@ class Walk(Calls):
                 case ast.Assign(
                     targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)], value=value
                 ):
-                    if name not in tested or not own_attributes(value) <= tested:
+                    if name not in tested or not list_own_attributes(value) <= tested:
                         return False
                 case ast.Expr(value=ast.Call() as call):
                     if not self.shows(call):

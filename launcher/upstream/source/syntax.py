@@ -28,14 +28,14 @@ class FunctionShape:
     refuses: bool = False  # it raises or asserts something itself
 
 
-def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> FunctionShape:
+def describe_function(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> FunctionShape:
     shape = FunctionShape()
     bound = set(parameters)
     for statement in body:
         for node in ast.walk(statement):
             _add_node(shape, node, bound)
         # without what functions inside it do
-        for node in within(statement):
+        for node in walk_within(statement):
             shape.refuses = shape.refuses or isinstance(node, ast.Raise | ast.Assert)
     shape.assigned |= shape.globals
     shape.mentioned |= shape.names
@@ -66,7 +66,7 @@ def _add_node(shape: FunctionShape, node: ast.AST, bound: set[str]) -> None:
             shape.generator = True
 
 
-def within(node: ast.AST) -> Iterator[ast.AST]:
+def walk_within(node: ast.AST) -> Iterator[ast.AST]:
     """A statement and all that it holds, except the insides of functions and classes."""
     waiting = [node]
     while waiting:
@@ -76,23 +76,23 @@ def within(node: ast.AST) -> Iterator[ast.AST]:
             waiting.extend(ast.iter_child_nodes(node))
 
 
-def parameters_of(arguments: ast.arguments) -> list[ast.arg]:
+def list_parameters(arguments: ast.arguments) -> list[ast.arg]:
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
 
 
-def root_of(node: ast.expr) -> ast.expr:
+def find_root(node: ast.expr) -> ast.expr:
     """The `a` of `a.b.c`."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node
 
 
-def last(node: ast.expr) -> str:
+def take_last_name(node: ast.expr) -> str:
     """The last part of a function's dotted name; nothing if it has none."""
     return "" if isinstance(node, ast.Call) else mark(node)
 
 
-def own_attributes(node: ast.AST) -> set[str]:
+def list_own_attributes(node: ast.AST) -> set[str]:
     """The attributes of `self` that an expression names."""
     names: set[str] = set()
     for inner in ast.walk(node):
@@ -110,7 +110,7 @@ def is_property(node: FunctionNode) -> bool:
 
 def trains(loop: LOOPS) -> bool:
     """Whether a loop takes a gradient or a step itself."""
-    for inner in within(loop):
+    for inner in walk_within(loop):
         match inner:
             case ast.Call(func=ast.Attribute(attr="backward" | "step")):
                 return True
@@ -121,7 +121,7 @@ def may_leave(node: ast.stmt) -> bool:
     """Whether a statement may end its function, or a round of the loop around it."""
     # a loop's own `break` and `continue` lead to what stands behind it
     leaves = ast.Return if isinstance(node, LOOPS) else _LEAVES
-    return any(isinstance(inner, leaves) for inner in within(node))
+    return any(isinstance(inner, leaves) for inner in walk_within(node))
 
 
 def only_complains(body: Sequence[ast.stmt]) -> bool:
@@ -133,7 +133,9 @@ def only_complains(body: Sequence[ast.stmt]) -> bool:
                 complains = True
             case ast.If(body=inner, orelse=other) if only_complains([*inner, *other]):
                 complains = True
-            case ast.Expr(value=ast.Call(func=function)) if last(function) in LOGS | SHOWS:
+            case ast.Expr(value=ast.Call(func=function)) if (
+                take_last_name(function) in LOGS | SHOWS
+            ):
                 complains = True
             case ast.Assign(
                 targets=[ast.Name()], value=ast.JoinedStr() | ast.Constant(value=str())
@@ -150,6 +152,6 @@ def refuses(body: Sequence[ast.stmt]) -> bool:
     if not body or not isinstance(body[-1], ast.Raise):
         return False
     for statement in body:
-        if any(isinstance(node, _LEAVES) for node in within(statement)):
+        if any(isinstance(node, _LEAVES) for node in walk_within(statement)):
             return False
     return True

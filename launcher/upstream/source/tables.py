@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from launcher.upstream.source.packages import Module, Sources
-from launcher.upstream.source.syntax import parameters_of
+from launcher.upstream.source.syntax import list_parameters
 
 
-def keys_of(sources: Sources, where: str, name: str) -> set[str]:
+def list_keys(sources: Sources, where: str, name: str) -> set[str]:
     """The texts under which a mapping of a module has something; none without the module."""
     module = sources.module(where)
     if module is None:
@@ -17,7 +17,7 @@ def keys_of(sources: Sources, where: str, name: str) -> set[str]:
     return {key for key in keys if isinstance(key, str)}
 
 
-def parameters_by_key(
+def map_parameters(
     sources: Sources, where: str, names: Sequence[str]
 ) -> dict[str, dict[str, list[str]]]:
     """The texts of these mappings of a module, each with the parameters of the function behind it.
@@ -40,7 +40,7 @@ def parameters_by_key(
     return tables
 
 
-def sized_configs(sources: Sources, where: str, name: str) -> set[str]:
+def list_sized_configs(sources: Sources, where: str, name: str) -> set[str]:
     """The class methods that make a config of a given size: they take no size but the vocabulary's.
 
     None of a library that is not among the sources.
@@ -51,7 +51,7 @@ def sized_configs(sources: Sources, where: str, name: str) -> set[str]:
     configs = set()
     for node in module.classes[name].body:
         if isinstance(node, ast.FunctionDef):
-            names = [parameter.arg for parameter in parameters_of(node.args)]
+            names = [parameter.arg for parameter in list_parameters(node.args)]
             if names == ["cls", "vocab_size"]:
                 configs.add(node.name)
     return configs
@@ -91,7 +91,7 @@ def _list_parameters(sources: Sources, module: Module, node: ast.expr) -> list[s
     if name not in owner.functions:
         return []
     signature = owner.functions[name].args
-    names = [parameter.arg for parameter in parameters_of(signature)]
+    names = [parameter.arg for parameter in list_parameters(signature)]
     if signature.kwarg is not None:
         names.append("**")
     return names

@@ -161,7 +161,7 @@ class CallArguments:
         return sets
 
 
-def merged(*sides: Iterable[Value]) -> Values:
+def merge(*sides: Iterable[Value]) -> Values:
     """One of several: if a side is anything else, so may the whole be."""
     sets = [frozenset(side) for side in sides]
     whole = NOTHING.union(*sets)
@@ -170,35 +170,35 @@ def merged(*sides: Iterable[Value]) -> Values:
     return whole
 
 
-def contents(values: Iterable[Value]) -> Values:
+def take_contents(values: Iterable[Value]) -> Values:
     """What any entry of the containers among these values may be."""
     parts: list[Values] = []
     for value in values:
         if isinstance(value, Container):
             parts += value.items
-    return without_texts(merged(*parts))
+    return drop_texts(merge(*parts))
 
 
-def leaves(values: Iterable[Value]) -> Values:
+def take_leaves(values: Iterable[Value]) -> Values:
     """The values, each container replaced by what it holds, at any depth."""
     plain: set[Value] = set()
     for value in values:
         if isinstance(value, Container):
-            plain |= leaves(merged(*value.items))
+            plain |= take_leaves(merge(*value.items))
         else:
             plain.add(value)
-    return without_texts(plain)
+    return drop_texts(plain)
 
 
-def listed(values: Iterable[Value]) -> Values:
+def make_list(values: Iterable[Value]) -> Values:
     """A list of such values, of any length."""
-    return frozenset({Container((leaves(values),), exact=False)})
+    return frozenset({Container((take_leaves(values),), exact=False)})
 
 
-def shallow(values: Values) -> Values:
+def flatten_deep(values: Values) -> Values:
     """The values, those that are nested deeply without their structure: nothing grows for ever."""
     if any(_measure_depth(value) > _MAX_DEPTH for value in values):
-        return listed(values)
+        return make_list(values)
     return values
 
 
@@ -214,13 +214,13 @@ def _measure_depth(value: Value) -> int:
     return 1 + max(map(_measure_depth, inside), default=0)
 
 
-def entries(values: Values) -> Values:
+def take_entries(values: Values) -> Values:
     """What a loop over these values meets: the entries of containers, anything else as it is."""
     others = {v for v in values if not isinstance(v, Container | Text | Items | Function)}
-    return contents(values) | others
+    return take_contents(values) | others
 
 
-def without_texts(values: Iterable[Value]) -> Values:
+def drop_texts(values: Iterable[Value]) -> Values:
     """The values without expressions, which are known no longer."""
     others: set[Value] = set()
     for value in values:
@@ -228,13 +228,13 @@ def without_texts(values: Iterable[Value]) -> Values:
     return frozenset(others)
 
 
-def objects(values: Iterable[Value]) -> Values:
+def keep_objects(values: Iterable[Value]) -> Values:
     """What is worth following beyond the place where it was made: no texts, nothing else alone."""
     others = frozenset(value for value in values if not isinstance(value, Text))
     return NOTHING if others == {UNKNOWN} else others
 
 
-def functions_in(values: Iterable[Value]) -> list[Value]:
+def find_functions(values: Iterable[Value]) -> list[Value]:
     """Functions among these values, also inside containers."""
     functions: list[Value] = []
     for value in values:
@@ -242,13 +242,13 @@ def functions_in(values: Iterable[Value]) -> list[Value]:
             functions.append(value)
         elif isinstance(value, Container):
             for part in value.items:
-                functions += functions_in(part)
+                functions += find_functions(part)
     return functions
 
 
-def carried(sets: Iterable[Values]) -> Values:
+def find_carried(sets: Iterable[Values]) -> Values:
     """What of the values handed to somebody who is not followed may come back."""
-    values = leaves(value for part in sets for value in part)
+    values = take_leaves(value for part in sets for value in part)
     return frozenset(value for value in values if isinstance(value, Args | Items | Object))
 
 
@@ -260,12 +260,12 @@ def unpack(values: Values, index: int) -> Values:
             case Container(items=items, exact=True) if len(items) > index:
                 parts.append(items[index])
             case Container():
-                parts.append(contents({value}))
+                parts.append(take_contents({value}))
             case Text() | Function():
                 parts.append(NOTHING)
             case _:
                 parts.append(frozenset({value}))
-    return merged(*parts)
+    return merge(*parts)
 
 
 def pick_entry(container: Container, key: ast.expr) -> Values:
@@ -276,7 +276,7 @@ def pick_entry(container: Container, key: ast.expr) -> Values:
                 return items[index]
         case ast.Constant(value=str() as name) if name in container.pairs:
             return container.pairs[name]
-    return contents({container}) | {UNKNOWN}
+    return take_contents({container}) | {UNKNOWN}
 
 
 def mapping_of(pairs: Mapping[str, Values]) -> Values:

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.lazy_dataclass import dataclass
 from launcher.upstream.logs import olmo_core
 from launcher.upstream.logs.common import Pattern
-from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, open_pieces, text
+from launcher.verdict.logs.segments import SEGMENT_BYTES, clean_segment, decode_text, open_pieces
 from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, LastBar, ShownBar, survey
 
 KEPT_BAD = 1_000
@@ -177,7 +177,7 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
         return reading.finish(line)
 
 
-def number(text: str | bytes | None) -> float | None:
+def parse_number(text: str | bytes | None) -> float | None:
     if text is None:
         return None
     try:
@@ -262,7 +262,7 @@ class _Scan:
     def _keep_signal(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
         """Keep a signal; of many the first, the first after the last work, and the last."""
         kept = self.kept.setdefault(name, [])
-        content = clean(hit.segment)
+        content = clean_segment(hit.segment)
         kept.append(Signal(name=name, path=self.path, line=line, text=content, fields=fields))
         while len(kept) > 2 * KEPT_SIGNALS:
             is_after_work = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
@@ -357,23 +357,23 @@ class _Scan:
 
     def _add_step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
         step = int(match["step"])
-        loss = number(match["loss"])
+        loss = parse_number(match["loss"])
         # every rank of DPO prints the same step
         if loss is None or step <= self.highest:
             return
         self.highest = step
         extra = {}
-        aux_loss = number(match["aux"])
+        aux_loss = parse_number(match["aux"])
         if aux_loss is not None:
             extra["aux_loss"] = aux_loss
         logged = StepLine(
             path=self.path,
             line=line,
-            text=clean(segment),
+            text=clean_segment(segment),
             step=step,
             loss=loss,
-            learning_rate=number(match["lr"]),
-            tokens_per_second=number(match["tps"]),
+            learning_rate=parse_number(match["lr"]),
+            tokens_per_second=parse_number(match["tps"]),
             extra=extra,
         )
         self._keep_step(logged, self.steps)
@@ -397,7 +397,7 @@ class _Scan:
         for metric in olmo_core.METRIC.finditer(hit.heading):
             value = _parse_shortened(metric["value"])
             if value is not None:
-                metrics[text(metric["name"])] = value
+                metrics[decode_text(metric["name"])] = value
         extra = {}
         if olmo_core.GRADIENT_NORM in metrics:
             extra["grad_norm"] = metrics[olmo_core.GRADIENT_NORM]
@@ -405,7 +405,7 @@ class _Scan:
         logged = StepLine(
             path=self.path,
             line=line,
-            text=clean(segment),
+            text=clean_segment(segment),
             step=step,
             loss=loss,
             learning_rate=metrics.get(olmo_core.LEARNING_RATE),
@@ -418,10 +418,10 @@ class _Scan:
         """Add a dict of HF Trainer; `_number_dicts` finds later which step it belongs to."""
         shown = {}
         for key, quoted, plain in _PAIR.findall(pairs[:PAIRS_BYTES]):
-            shown[text(key)] = text(quoted or plain)
+            shown[decode_text(key)] = decode_text(quoted or plain)
         values = {}
         for name, words in shown.items():
-            value = number(words)
+            value = parse_number(words)
             if value is not None:
                 values[name] = value
         if "loss" not in values:
@@ -446,7 +446,7 @@ class _Scan:
         logged = StepLine(
             path=self.path,
             line=line,
-            text=clean(hit.segment),
+            text=clean_segment(hit.segment),
             step=self.entries,
             loss=loss,
             learning_rate=learning_rate,
@@ -581,12 +581,12 @@ class _Scan:
 
 def _parse_shortened(raw: bytes) -> float | None:
     """A number as OLMo-core writes it: `4,357`, `2.00E-05`, `4.414B`."""
-    word = text(raw).replace(",", "")
+    word = decode_text(raw).replace(",", "")
     factor = 1.0
     if word[-1:] in olmo_core.SUFFIXES:
         factor = olmo_core.SUFFIXES[word[-1]]
         word = word[:-1]
-    value = number(word)
+    value = parse_number(word)
     if value is None:
         return None
     return value * factor
@@ -596,7 +596,7 @@ def _read_groups(match: re.Match[bytes], most: int) -> dict[str, str]:
     groups = {}
     for name, value in match.groupdict().items():
         if value is not None:
-            groups[name] = text(value[:most])
+            groups[name] = decode_text(value[:most])
     return groups
 
 
@@ -609,7 +609,7 @@ def _infer_product(*factors: str) -> int | None:
     low = 1.0
     high = 1.0
     for factor in factors:
-        value = number(factor)
+        value = parse_number(factor)
         decimals = len(factor.partition(".")[2])
         error = 0.5 * 0.1**decimals
         if value is None or not error < value < math.inf:

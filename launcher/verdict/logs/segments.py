@@ -143,13 +143,13 @@ def _find_next_break(block: bytes, position: int, limit: int) -> int:
     return carriage
 
 
-def text(raw: bytes) -> str:
+def decode_text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace").strip()
 
 
-def clean(segment: bytes) -> str:
+def clean_segment(segment: bytes) -> str:
     """At most 300 printable characters, without a progress bar before them."""
-    content = text(segment)
+    content = decode_text(segment)
     if "%|" in content:
         behind_bar = _LEADING_BAR.sub("", content).strip()
         content = behind_bar or content

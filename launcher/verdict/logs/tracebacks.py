@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import NamedTuple
 
 from launcher.lazy_dataclass import dataclass
-from launcher.verdict.logs.segments import SEGMENT_BYTES, text
+from launcher.verdict.logs.segments import SEGMENT_BYTES, decode_text
 
 FIRST_LINE = b"Traceback (most recent call last)"
 MOST_LINES = 2_000
@@ -135,17 +135,17 @@ class _OpenTraceback:
         file = frame["file"] or frame["file_"]
         line = frame["line"] or frame["line_"]
         call = frame["call"] or frame["call_"] or b""
-        self.at = f"{text(file)}:{text(line)}"
+        self.at = f"{decode_text(file)}:{decode_text(line)}"
         self.phase = _PHASES.get(call, self.phase)
 
     def fields(self, exception: re.Match[bytes], prefix: bytes) -> dict[str, str]:
         rank = _RANK.search(prefix)
         return {
-            "type": text(exception["type"]),
-            "message": text(exception["message"] or b""),
+            "type": decode_text(exception["type"]),
+            "message": decode_text(exception["message"] or b""),
             "at": self.at,
             "phase": self.phase,
-            "rank": text(rank[1] or rank[2]) if rank else "",
+            "rank": decode_text(rank[1] or rank[2]) if rank else "",
             "chained": "yes" if self.chained else "",
         }
 

@@ -16,9 +16,9 @@ from launcher.errors import (
     InvalidConfig,
     LaunchError,
     NotReady,
-    errors,
     launch_finding,
     not_ready,
+    select_errors,
     usage,
 )
 from launcher.lazy_dataclass import dataclass
@@ -31,7 +31,7 @@ from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
 from launcher.redaction import Redactor
 from launcher.report import console
-from launcher.report.html import figure
+from launcher.report.html import format_number
 from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.stage.options import SWITCHED
@@ -40,7 +40,7 @@ from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment
 from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary
-from launcher.workflows.bench.measure import identity, short
+from launcher.workflows.bench.measure import identify_measurement, shorten_run
 from launcher.workflows.bench.variants import Variant
 
 BENCH_VERSION = 1
@@ -74,7 +74,7 @@ class Bench:
     @property
     def redactor(self) -> Redactor:
         """What must not be shown of any variant."""
-        return redaction.together(facts.redactor for facts in self.resolved.values())
+        return redaction.merge(facts.redactor for facts in self.resolved.values())
 
     @property
     def rows(self) -> list[VariantSummary]:
@@ -124,7 +124,7 @@ class Bench:
             "variants": [asdict(variant) for variant in self.variants],
             "compared": {
                 "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
-                "tokens": comparison.common_tokens(self.samples),
+                "tokens": comparison.find_common_tokens(self.samples),
                 "tolerance": TOLERANCE,
             },
             "complete": not self.due(),
@@ -182,7 +182,7 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     warnings = []
     for planned in variants:
         name = planned.variant.name
-        identities.append([name, identity(planned.plan, planned.facts.trainer)])
+        identities.append([name, identify_measurement(planned.plan, planned.facts.trainer)])
         for finding in planned.prepared.findings:
             if finding.severity != "note":
                 warnings.append((name, finding))
@@ -193,13 +193,13 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
         variants=tuple(planned.variant for planned in variants),
         resolved={planned.variant.name: planned.facts for planned in variants},
         batch=batch,
-        key=experiment.key_of([BENCH_VERSION, bench.steps, identities]),
+        key=experiment.digest_values([BENCH_VERSION, bench.steps, identities]),
         findings=tuple(_name_variants(warnings, len(variants))),
     )
 
 
 def _plan_variants(bench: Bench, scope: Scope) -> list[_PlannedVariant]:
-    planner = _VariantPlanner(collect.open(bench.request), scope)
+    planner = _VariantPlanner(collect.open_stage_file(bench.request), scope)
     variants = []
     wrong: dict[str, LaunchError] = {}
     for variant in bench.variants:
@@ -214,12 +214,12 @@ def _plan_variants(bench: Bench, scope: Scope) -> list[_PlannedVariant]:
 
 def _check_trials(bench: Bench, variants: Sequence[_PlannedVariant], batch: int) -> None:
     """Plan a trial of each variant. Raises what `plan` raises."""
-    root = bench.request.runs or rundir.runs_root()
+    root = bench.request.runs or rundir.find_runs_root()
     wrong: dict[str, LaunchError] = {}
     lacking: dict[str, LaunchError] = {}
     for planned in variants:
         try:
-            trial = short(planned.facts, bench.steps, root / "models", batch, runs=root)
+            trial = shorten_run(planned.facts, bench.steps, root / "models", batch, runs=root)
             # a trial that a killed command left may have the GPUs: it is ended later
             prepare.complete(trial.without_gpus())
         except InvalidConfig as error:
@@ -236,7 +236,7 @@ def _collect_stops(stops: Mapping[str, LaunchError], count: int) -> list[Finding
     """Each finding that stops variants, with the names of those variants."""
     findings = []
     for name, error in stops.items():
-        for finding in errors(error.findings) or error.findings:
+        for finding in select_errors(error.findings) or error.findings:
             findings.append((name, finding))
     return _name_variants(findings, count)
 
@@ -268,7 +268,7 @@ class _VariantPlanner:
     def facts(self, file: StageFile, judged: Judged) -> Facts:
         """Those of a variant; the machine is looked at once for all of them."""
         if self.first is None:
-            self.first = collect.of_read(file, judged, self.scope)
+            self.first = collect.collect_read(file, judged, self.scope)
             return self.first
         return self.first.with_file(file, judged)
 
@@ -276,7 +276,9 @@ class _VariantPlanner:
     def base(self) -> Plan | None:
         """The stage file as it is written; None if it is only valid as one of the variants."""
         try:
-            return check.settle(self.facts(self.file, self.file.read()).of_any_machine())
+            return check.plan_with_findings(
+                self.facts(self.file, self.file.read()).of_any_machine()
+            )
         except InvalidConfig:
             return None
 
@@ -337,7 +339,7 @@ def _adapt_expectations(facts: Facts, changed: set[str]) -> Iterator[str]:
 
 def _find_attention_state(facts: Facts) -> str:
     """The state of the attention that a variant takes; `any` if a verdict has no word for it."""
-    chosen = check.settle(facts.of_any_machine()).attention
+    chosen = check.plan_with_findings(facts.of_any_machine()).attention
     name = str(chosen or facts.stage.values.get("attn_implementation"))
     state = ATTENTION.get(name, name)
     return state if state in EXPECT["attention"] else "any"
@@ -351,7 +353,7 @@ def _adapt_accumulation(facts: Facts, changed: set[str], planner: _VariantPlanne
     if changed.intersection((names.accumulation, "batch", "batch.global")) or planner.base is None:
         return
     total = planner.base.global_batch
-    split = check.settle(facts.of_any_machine())
+    split = check.plan_with_findings(facts.of_any_machine())
     rows = split.global_batch // split.accumulation
     if total % rows:
         raise InvalidConfig(
@@ -367,12 +369,12 @@ def _adapt_accumulation(facts: Facts, changed: set[str], planner: _VariantPlanne
 
 
 @contextlib.contextmanager
-def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
+def open_campaign(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
     """Open the folder of a bench, and take over the samples of an earlier start that still count.
 
     Raises NotReady, as `Campaign.opened` does.
     """
-    root = bench.request.runs or rundir.runs_root()
+    root = bench.request.runs or rundir.find_runs_root()
     name = bench.request.config.stem
     campaign = experiment.Campaign(kind="bench", key=bench.key, name=name, root=root)
     with campaign.opened(fresh=fresh) as folder:
@@ -443,7 +445,7 @@ def _describe_outcome(sample: Sample) -> str:
     return f"{speed}, loss {level}, {sample.seconds:.0f} s"
 
 
-def interrupted(bench: Bench) -> str:
+def describe_interruption(bench: Bench) -> str:
     done = len(bench.samples)
     runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / FILE}"
     return f"interrupted: the same command continues here, {runs}"
@@ -459,8 +461,8 @@ def write_page(bench: Bench) -> None:
                 runs[Path(sample.run)] = row.variant
                 break
     title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
-    lead = Lead(title=title, tables=(_build_table(rows),), lines=remarks(bench), names=runs)
-    experiment.page(runs, bench.folder / PAGE, lead)
+    lead = Lead(title=title, tables=(_build_table(rows),), lines=list_remarks(bench), names=runs)
+    experiment.write_page(runs, bench.folder / PAGE, lead)
 
 
 Cell = Callable[[VariantSummary], str]
@@ -471,11 +473,11 @@ def _create_median_cell(name: str, scale: float = 1.0, unit: str = "", digits: i
         spread = row.spreads.get(name)
         if spread is None:
             return _NO_VALUE
-        median = f"{figure(spread.median * scale, digits)}{unit}"
+        median = f"{format_number(spread.median * scale, digits)}{unit}"
         half = (spread.max - spread.min) / 2 * scale
         if not half:
             return median
-        return f"{median} ±{figure(half, 2)}"
+        return f"{median} ±{format_number(half, 2)}"
 
     return cell
 
@@ -512,7 +514,7 @@ COLUMNS: Mapping[str, Cell] = {
 """The decisive ones come first: on a narrow terminal the others may have to go below."""
 
 
-def standing(row: VariantSummary) -> str:
+def describe_standing(row: VariantSummary) -> str:
     word: str = row.standing
     recommended = "recommended"
     if row.too_few and word in ("faster", "slower", "no difference"):
@@ -537,16 +539,16 @@ def _build_table(rows: Sequence[VariantSummary]) -> list[dict[str, str]]:
     return table
 
 
-def remarks(bench: Bench) -> list[str]:
-    tokens = comparison.common_tokens(bench.samples)
-    lines = [f"{row.variant}: {standing(row)}" for row in bench.rows]
-    for fault in comparison.baseline_fault(bench.samples):
+def list_remarks(bench: Bench) -> list[str]:
+    tokens = comparison.find_common_tokens(bench.samples)
+    lines = [f"{row.variant}: {describe_standing(row)}" for row in bench.rows]
+    for fault in comparison.find_baseline_fault(bench.samples):
         lines.append(f"error: {fault.message}")
     if tokens is not None:
         pair = " of a pair" if bench.weights == "rows" else ""
         lines.append(
             f"loss{pair}: mean, by {bench.weights}, over the first {tokens:,.0f} tokens "
-            f"of every run; tolerance {comparison.share(TOLERANCE)}"
+            f"of every run; tolerance {comparison.format_tolerance(TOLERANCE)}"
         )
     if any(sample.measured for sample in bench.samples):
         lines.append(
@@ -558,11 +560,11 @@ def remarks(bench: Bench) -> list[str]:
 
 def show(bench: Bench) -> None:
     redactor = bench.redactor
-    console.print_findings(comparison.baseline_fault(bench.samples), redactor)
+    console.print_findings(comparison.find_baseline_fault(bench.samples), redactor)
     table = _build_table(bench.rows)
     if table:
         console.print_table(table, tuple(table[0]), redactor)
-    for line in remarks(bench):
+    for line in list_remarks(bench):
         console.say(line, redactor)
     if (bench.folder / PAGE).exists():
         console.say(str(bench.folder / PAGE), redactor)

@@ -12,7 +12,13 @@ from launcher.errors import Finding
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
-from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, is_steadily_ahead
+from launcher.workflows.bench.significance import (
+    ERROR,
+    LEAST_RUNS,
+    Pace,
+    compute_chance,
+    is_steadily_ahead,
+)
 
 SPEED = "tokens_per_second_per_gpu"
 LOSS = "loss_per_token"
@@ -105,7 +111,7 @@ class Sample:
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """What `as_json` wrote. Raises Misfit if any of it is damaged."""
         left_out: list[Omission] = []
-        read_curve = codec.reader_of(tuple[tuple[float | None, ...], ...])
+        read_curve = codec.make_reader(tuple[tuple[float | None, ...], ...])
         curve = read_curve(data.get("curve"), "curve", left_out)
         sample = codec.read_record(cls, {**data, "curve": []}, left_out)
         if left_out or not math.isfinite(sample.seconds):
@@ -191,7 +197,7 @@ class VariantSummary:
         return {**row.pop("spreads"), **row}
 
 
-def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, float]:
+def mean_within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, float]:
     """The mean loss of the first `tokens` tokens, and how many steps they take.
 
     A step that reaches beyond counts by its share of tokens within. The loss is None if the curve
@@ -216,7 +222,7 @@ def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, flo
     return None, steps
 
 
-def common_tokens(samples: Iterable[Sample]) -> float | None:
+def find_common_tokens(samples: Iterable[Sample]) -> float | None:
     """How many tokens every measured trial has trained on; None if none has a loss."""
     return min((sample.tokens for sample in _select_with_curve(samples)), default=None)
 
@@ -235,7 +241,7 @@ def compare(samples: Sequence[Sample]) -> list[VariantSummary]:
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.variant, []).append(sample)
-    tokens = common_tokens(samples)
+    tokens = find_common_tokens(samples)
     rows: list[VariantSummary] = []
     first: VariantSummary | None = None
     for group in groups.values():
@@ -249,7 +255,7 @@ def compare(samples: Sequence[Sample]) -> list[VariantSummary]:
     return rows
 
 
-def corrupt_reason(samples: Iterable[Sample]) -> str | None:
+def find_corrupt_reason(samples: Iterable[Sample]) -> str | None:
     """Why a run's gradients were not those of its batch; None if no run's were corrupt."""
     for sample in samples:
         if sample.gradients == "corrupt":
@@ -257,10 +263,10 @@ def corrupt_reason(samples: Iterable[Sample]) -> str | None:
     return None
 
 
-def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
+def find_baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
     """An error if nothing can be compared with the first variant."""
     name = samples[0].variant if samples else ""
-    reason = corrupt_reason(sample for sample in samples if sample.variant == name)
+    reason = find_corrupt_reason(sample for sample in samples if sample.variant == name)
     if reason is None:
         return ()
     message = f"{name} trained on corrupt gradients, nothing is compared with it: {reason}"
@@ -271,7 +277,7 @@ def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
     return (fault,)
 
 
-def share(tolerance: float) -> str:
+def format_tolerance(tolerance: float) -> str:
     """A tolerance for people: `±5 %`."""
     return f"±{100 * tolerance:.4g} %"
 
@@ -301,7 +307,7 @@ def _collect_measurements(samples: Sequence[Sample], tokens: float | None) -> Va
         for name, value in sample.metrics.items():
             values.setdefault(name, []).append(value)
         if tokens is not None:
-            loss, count = within(sample.curve, tokens)
+            loss, count = mean_within(sample.curve, tokens)
             losses.append(loss)
             steps.append(count)
     # the loss over everything that one trial saw cannot be compared with another's
@@ -328,7 +334,7 @@ def _compare_to_first(row: VariantSummary, first: VariantSummary) -> VariantSumm
     first_loss = first.median(LOSS)
     if loss is not None and first_loss:
         row = replace(row, loss_change=(loss - first_loss) / abs(first_loss))
-    test = speed_test(row.samples, first.samples)
+    test = test_speed(row.samples, first.samples)
     if test is None:
         return row
     return replace(
@@ -345,10 +351,10 @@ def _judge(
 ) -> tuple[Standing, str]:
     """The standing of a variant, and why; gravest first."""
     if first is None:
-        corrupt = corrupt_reason(row.samples)
+        corrupt = find_corrupt_reason(row.samples)
         if corrupt:
             return "flawed", corrupt
-    elif corrupt_reason(first.samples):
+    elif find_corrupt_reason(first.samples):
         why = f"{first.variant} trained on corrupt gradients: nothing is compared with it"
         return "unknown", why
     if len(row.failures) == len(row.samples):
@@ -409,7 +415,7 @@ def _list_unproved(row: VariantSummary) -> list[str]:
 
 def _explain_changed_loss(row: VariantSummary, first: VariantSummary, word: str) -> str:
     but = "but" if word == "faster" else "and"
-    why = f"{word}, {but} the loss is {row.loss_change:+.1%}: beyond {share(TOLERANCE)}"
+    why = f"{word}, {but} the loss is {row.loss_change:+.1%}: beyond {format_tolerance(TOLERANCE)}"
     steps = row.steps_within
     first_steps = first.steps_within
     if steps and first_steps and abs(steps / first_steps - 1) >= 0.1:
@@ -439,7 +445,7 @@ def _compare_first_norm(run: Sample, base_run: Sample) -> str | None:
         return None
     return (
         f"the first step's gradient norm is {step.norm:.4g}, {base_step.norm:.4g} in "
-        f"{base_run.variant}: beyond {share(allowed)} for the same rows"
+        f"{base_run.variant}: beyond {format_tolerance(allowed)} for the same rows"
     )
 
 
@@ -474,7 +480,7 @@ def _average_late_losses(runs: Iterable[Sample], length: int) -> list[float]:
     return means
 
 
-def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
+def test_speed(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
     """How fast runs are beside those of `base`, as `compare` says. None without a speed of both."""
     timed = _select_timed(runs)
     base_timed = _select_timed(base)
@@ -487,7 +493,7 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     slower = [_find_pace(run) for run in base_timed]
     if ratio <= 1:
         faster, slower = slower, faster
-    by_chance = chance(faster, slower)
+    by_chance = compute_chance(faster, slower)
     gain = ratio - 1
     fewest = min(speed.n, base_speed.n)
     if fewest < LEAST_RUNS:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.cache import inputs
 from launcher.config.keys import PAIRED
-from launcher.errors import Exit, LaunchError, errors
+from launcher.errors import Exit, LaunchError, select_errors
 from launcher.machine import python
 from launcher.machine.git import Repository
 from launcher.machine.python import Trainer
@@ -25,7 +25,7 @@ from launcher.workflows.bench import comparison
 from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.experiment import Outcome
-from launcher.workflows.ladder.short import short_overrides
+from launcher.workflows.ladder.short import list_short_overrides
 
 
 def measure(
@@ -53,13 +53,13 @@ def measure(
     try:
         if overrides:
             facts = facts.with_overrides(*overrides)
-        trial = short(facts, steps, place, batch, runs=root).look_again()
+        trial = shorten_run(facts, steps, place, batch, runs=root).look_again()
         prepared = prepare.complete(trial)
         if timeout_s is not None:
             timeout_s -= time.monotonic() - began
-        outcome = experiment.of_prepared(prepared, timeout_s=timeout_s, allow_unproven=True)
+        outcome = experiment.run_prepared(prepared, timeout_s=timeout_s, allow_unproven=True)
     except LaunchError as error:
-        stops = errors(error.findings) or error.findings
+        stops = select_errors(error.findings) or error.findings
         if any(finding.code == "runs-not-writable" for finding in stops):
             raise
         reason = "; ".join(finding.message for finding in stops)
@@ -108,7 +108,7 @@ def _build_sample(variant: Variant, repeat: int, outcome: Outcome) -> Sample:
     )
 
 
-def short(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Path) -> Facts:
+def shorten_run(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Path) -> Facts:
     """The facts of a short run into `place`: probed, stopped if it hangs, its model unsaved."""
     stage = facts.stage
     watched = ["on_hang=stop"]
@@ -117,7 +117,7 @@ def short(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Pat
     if stage.options.expect.get("loss") == "any":
         # a run that diverges would be compared by the steps before
         watched.append("expect.loss=finite")
-    shorter = short_overrides(stage, steps=steps, output=place, batch=batch)
+    shorter = list_short_overrides(stage, steps=steps, output=place, batch=batch)
     return facts.with_overrides(
         *shorter,
         *watched,
@@ -164,7 +164,7 @@ def _compute_metrics(
     steady_counts = []
     wasted: list[float] = []
     for record in ranks:
-        steady = metrics.steady_steps(record)
+        steady = metrics.select_steady_steps(record)
         steady_counts.append(len(steady))
         seconds.append(_compute_mean(step.seconds for step in steady))
         tokens.append(_compute_mean(step.tokens for step in steady))
@@ -172,7 +172,7 @@ def _compute_metrics(
     tokens_per_step = None
     if None not in tokens:
         tokens_per_step = math.fsum(_select_numbers(tokens)) or None
-    loss, _ = comparison.within(curve, math.fsum(step.tokens for step in curve))
+    loss, _ = comparison.mean_within(curve, math.fsum(step.tokens for step in curve))
     return {
         comparison.SPEED: speed,
         "seconds_per_step": max(_select_numbers(seconds), default=None),
@@ -225,7 +225,7 @@ def _group_by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[P
 def _compute_pace(ranks: Iterable[RankRecord]) -> tuple[float, ...]:
     """Seconds per token of each steady step: of the slowest rank, over the tokens of all."""
     pace = []
-    for parts in _group_by_step(map(metrics.steady_steps, ranks)):
+    for parts in _group_by_step(map(metrics.select_steady_steps, ranks)):
         seconds = max(part.seconds or 0.0 for part in parts)
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
         if not seconds or not tokens:
@@ -253,7 +253,7 @@ def _build_curve(ranks: Sequence[RankRecord], *, paired: bool) -> tuple[CurveSte
     return tuple(curve)
 
 
-def identity(plan: Plan, trainer: Trainer) -> dict[str, Any]:
+def identify_measurement(plan: Plan, trainer: Trainer) -> dict[str, Any]:
     """What makes measurements comparable: settings, source, contents, packages, machine."""
     stage = plan.stage
     source = stage.upstream
@@ -273,7 +273,7 @@ def identity(plan: Plan, trainer: Trainer) -> dict[str, Any]:
         "gpus": plan.gpus,
         "source": source.version,
         "changed": edits,
-        "contents": inputs.of_plan(plan),
+        "contents": inputs.record_inputs(plan),
         "python": str(trainer.python),
         "packages": dict(trainer.packages),
         "machine": python.describe(),

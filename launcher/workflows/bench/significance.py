@@ -31,7 +31,7 @@ Pace = Sequence[float]
 """One run: seconds per token of each of its steps, above 0; or only their mean."""
 
 
-def chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
+def compute_chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
     """The share of ways to deal the runs out that look at least as fast as this one."""
     blocks = _split_into_blocks([*runs, *base])
     observed = _measure_lead(blocks, range(len(runs)))

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from launcher.errors import brief, usage
+from launcher.errors import shorten, usage
 from launcher.lazy_dataclass import dataclass
 
 AS_WRITTEN = "as written"
@@ -33,7 +33,7 @@ def _strip_key(override: str) -> str:
     return override.partition("=")[0].removeprefix("open_instruct.").removeprefix("args.")
 
 
-def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
+def combine_variants(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
     """Every combination: all `--variant` are one axis, each `--vary` is one; the last turns first.
 
     A single one is put beside the file as it is written; without any, there is only that file.
@@ -73,16 +73,16 @@ def _parse_vary(text: str) -> list[Variant]:
     key, equals, rest = text.partition("=")
     option = f"--vary {text}"
     if not equals or not _KEY.match(key):
-        message = f"{brief(option)}: not of the form key=a,b"
+        message = f"{shorten(option)}: not of the form key=a,b"
         raise usage("bad-vary", message, "--vary packing=false,true")
     values = _split_values(option, rest)
     if "" in values:
-        raise usage("bad-vary", f"{brief(option)}: a value is empty", "an empty text is ''")
+        raise usage("bad-vary", f"{shorten(option)}: a value is empty", "an empty text is ''")
     for value in values:
         if values.count(value) > 1:
             help = "to measure the noise, take two --variant"
-            raise usage("bad-vary", f"{brief(option)}: `{value}` is given twice", help)
-    names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
+            raise usage("bad-vary", f"{shorten(option)}: `{value}` is given twice", help)
+    names = [shorten(f"{key.removeprefix('args.')}={value}", 60) for value in values]
     axis = []
     for number, name in enumerate(names):
         if names.count(name) > 1:
@@ -100,7 +100,7 @@ def _parse_variants(texts: Sequence[str]) -> list[Variant]:
         if not _NAME.match(name):
             raise usage(
                 "bad-variant",
-                f"{brief(option)}: it needs a name, then a colon",
+                f"{shorten(option)}: it needs a name, then a colon",
                 "--variant packed:packing=true,batch.per_device=2; "
                 "NAME: alone is the file as it is",
             )
@@ -111,7 +111,7 @@ def _parse_variants(texts: Sequence[str]) -> list[Variant]:
             key, equals, _ = override.partition("=")
             if not equals or not _KEY.match(key):
                 help = "key=value,key=value; put a value with a comma in brackets or quotes"
-                raise usage("bad-variant", f"{brief(option)}: `{brief(override)}`", help)
+                raise usage("bad-variant", f"{shorten(option)}: `{shorten(override)}`", help)
         named[name] = Variant(name, tuple(overrides))
     return list(named.values())
 
@@ -143,5 +143,5 @@ def _split_values(option: str, text: str) -> list[str]:
         previous = letter
     if quote or depth:
         kind = "quote" if quote else "bracket"
-        raise usage("bad-vary", f"{brief(option)}: a {kind} stays open")
+        raise usage("bad-vary", f"{shorten(option)}: a {kind} stays open")
     return [part.strip() for part in parts]

@@ -18,15 +18,15 @@ from typing import Any
 from launcher import files
 from launcher.artifacts import lengths
 from launcher.cache import inputs
-from launcher.config.load import spelt
+from launcher.config.load import spell_value
 from launcher.errors import (
     Exit,
     Finding,
     InvalidConfig,
     LaunchError,
-    errors,
     launch_finding,
     not_ready,
+    select_errors,
     usage,
 )
 from launcher.lazy_dataclass import dataclass
@@ -45,10 +45,10 @@ from launcher.runs.record import Record, as_mapping
 from launcher.stage import gates
 from launcher.stage.gates import Flag, RungFacts
 from launcher.stage.stage import Stage
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.verdict.metrics import REWARDS
 from launcher.workflows import experiment
-from launcher.workflows.ladder.short import short_findings, short_overrides
+from launcher.workflows.ladder.short import check_short_run, list_short_overrides
 
 RECORD = rundir.LADDER_RECORD
 _MODELS = "models"
@@ -71,13 +71,13 @@ class Standing:
 
     @property
     def passed(self) -> bool:
-        return gates.colour_of(self.flags) != "red"
+        return gates.find_worst_colour(self.flags) != "red"
 
     def as_json(self) -> dict[str, object]:
         facts = self.facts
         losses = facts.losses or (None,)
         return {
-            "rung": label(self.gpus),
+            "rung": format_gpus(self.gpus),
             **self.record,
             "before": self.before,
             "go": self.passed,
@@ -106,7 +106,7 @@ class FullRun:
     def line(self) -> str:
         if self.hours is None:
             return f"full run: {self.formula}"
-        text = f"full run on {label(self.gpus)}: {_format_hours(self.hours)}"
+        text = f"full run on {format_gpus(self.gpus)}: {_format_hours(self.hours)}"
         if self.cost is not None:
             text += f", costs {self.cost:,.2f}"
         return f"{text}  ({self.formula})"
@@ -166,7 +166,7 @@ class Ladder:
         experiment.write(self.folder / RECORD, record, self.redactor)
 
 
-def label(gpus: int) -> str:
+def format_gpus(gpus: int) -> str:
     if gpus == 0:
         return "CPU"
     if gpus == 1:
@@ -178,7 +178,7 @@ def _format_short_label(gpus: int) -> str:
     return f"{gpus}gpu" if gpus else "cpu"
 
 
-def terms(
+def make_forecast_options(
     gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None
 ) -> ForecastOptions:
     """What the full run is forecast by. Raises UsageError."""
@@ -207,13 +207,15 @@ def plan_rungs(
     stage = resolved.stage
     if resolved.look is not None and max(gpus) > len(resolved.look.visible):
         visible = len(resolved.look.visible)
-        message = f"the rung of {label(max(gpus))} needs more than the {visible} here"
+        message = f"the rung of {format_gpus(max(gpus))} needs more than the {visible} here"
         raise not_ready("too-few-gpus", message, f"--gpus up to {visible}; 0 trains on the CPU")
-    full = {count: check.settle(resolved, gpus=count, rows=terms.rows) for count in gpus}
+    full = {
+        count: check.plan_with_findings(resolved, gpus=count, rows=terms.rows) for count in gpus
+    }
     findings = [finding for plan in full.values() for finding in plan.stage.findings]
-    if errors(findings):
+    if select_errors(findings):
         raise InvalidConfig(tuple(dict.fromkeys(findings)))
-    findings += short_findings(stage, steps)
+    findings += check_short_run(stage, steps)
     # all rungs read the same slice: that of the one with most rows a step
     batch = max(plan.global_batch for plan in full.values())
     rungs = []
@@ -234,7 +236,7 @@ def plan_rungs(
             if finding.severity != "note":
                 findings.append(finding)
     findings += _compare_batches(stage, rungs)
-    stopping = errors(findings, strict=request.strict)
+    stopping = select_errors(findings, strict=request.strict)
     if stopping:
         raise InvalidConfig(stopping)
     key = ""
@@ -242,7 +244,7 @@ def plan_rungs(
     if resolved.packages is not None:
         key = _compute_key(resolved, full[gpus[0]], steps)
     name = stage.config.redactor.redact(stage.name)
-    root = rundir.runs_root()
+    root = rundir.find_runs_root()
     return Ladder(
         resolved=resolved,
         plans=full,
@@ -260,9 +262,9 @@ def _plan_rung(
     """Plan the short run on so many GPUs, with `further` overrides. Raises what prepare raises."""
     stage = resolved.stage
     suffix = _format_short_label(gpus)
-    output = rundir.runs_root() / _MODELS / suffix
+    output = rundir.find_runs_root() / _MODELS / suffix
     name = json.dumps(f"{stage.name}-{suffix}", ensure_ascii=False)
-    overrides = [*short_overrides(stage, steps=steps, output=output, batch=batch)]
+    overrides = [*list_short_overrides(stage, steps=steps, output=output, batch=batch)]
     overrides.append(f"name={name}")
     if stage.config.options.get("on_hang") is None:
         # nobody looks on, and the next rung waits
@@ -275,7 +277,7 @@ def _plan_rung(
 def _compare_batches(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
     if len({rung.plan.global_batch for rung in rungs}) == 1:
         return []
-    sizes = [f"{rung.plan.global_batch} on {label(rung.plan.gpus)}" for rung in rungs]
+    sizes = [f"{rung.plan.global_batch} on {format_gpus(rung.plan.gpus)}" for rung in rungs]
     message = f"the rungs train with different global batches: {', '.join(sizes)}"
     help = "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus"
     place = stage.config.origin("batch").place
@@ -296,11 +298,11 @@ def _compute_key(resolved: Facts, plan: Plan, steps: int) -> str:
         "steps": steps,
         "source": stage.upstream.as_json(),
         # data, model and code are the same for every number of GPUs
-        "contents": inputs.of_plan(plan),
+        "contents": inputs.record_inputs(plan),
         "gpu": present[0].name if present else None,
         "packages": {name: resolved.trainer.packages.get(name) for name in python.DECISIVE},
     }
-    return experiment.key_of(about)
+    return experiment.digest_values(about)
 
 
 def _predict_run(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Estimate | None:
@@ -308,7 +310,7 @@ def _predict_run(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecas
     if not plan.gpus:
         return None
     try:
-        return forecast.of_plan(plan, resolved.trainer.packages, terms)
+        return forecast.forecast_plan(plan, resolved.trainer.packages, terms)
     except (LaunchError, OSError):
         return None
 
@@ -327,7 +329,7 @@ def _check_deepspeed(stage: Stage, request: Request, gpus: int) -> Finding | Non
     if "offload" in name:
         why = f"`{name}` keeps on the host what the card may not hold"
     if stage.entry.needs_process_group:
-        barrier = rendered("dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1]")
+        barrier = render_citations("dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1]")
         why = f"without it one process has no process group ({barrier})"
     if why is not None:
         message = f"DeepSpeed stays on one GPU: {why}"
@@ -356,12 +358,14 @@ def climb(
         if stop.requested:
             ladder.exit = Exit.INTERRUPTED
             rung = ladder.rungs[len(ladder.standings)]
-            ladder.reason = f"{label(rung.plan.gpus)}: interrupted"
+            ladder.reason = f"{format_gpus(rung.plan.gpus)}: interrupted"
         if ladder.exit is Exit.OK:
             ladder.estimate = _estimate_full_run(ladder, ladder.standings[-1])
         runs = [Path(str(standing.record.get("run"))) for standing in ladder.standings]
         with contextlib.suppress(LaunchError):
-            ladder.page = experiment.page(runs, ladder.folder / "report.html", _build_lead(ladder))
+            ladder.page = experiment.write_page(
+                runs, ladder.folder / "report.html", _build_lead(ladder)
+            )
 
 
 def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool) -> None:
@@ -371,7 +375,7 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
     if standing is None or not standing.passed:
         if not quiet:
             number = len(ladder.standings) + 1
-            console.say(f"rung {number} of {len(ladder.rungs)}: {label(gpus)}")
+            console.say(f"rung {number} of {len(ladder.rungs)}: {format_gpus(gpus)}")
         ladder.records[str(gpus)] = _run_rung(ladder, rung, quiet=quiet)
         ladder.write()
         standing = _judge_record(ladder, gpus, allow_unproven=allow_unproven)
@@ -380,7 +384,7 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
     ladder.standings.append(standing)
     if not standing.passed:
         reds = "; ".join(flag.text for flag in standing.flags if flag.colour == "red")
-        ladder.reason = f"{label(gpus)}: {reds}"
+        ladder.reason = f"{format_gpus(gpus)}: {reds}"
         ladder.exit = Exit.VERDICT
         if standing.record.get("exit") == Exit.TRAINING:
             ladder.exit = Exit.TRAINING
@@ -389,14 +393,14 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
 def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, object]:
     """Run a rung now, and return its record. Raises KeyboardInterrupt."""
     models = ladder.folder / _MODELS
-    output = spelt(str(models / _format_short_label(rung.plan.gpus)))
+    output = spell_value(str(models / _format_short_label(rung.plan.gpus)))
     place = f"{rung.plan.stage.entry.names.output}={output}"
     facts = rung.facts.with_overrides(place, runs=ladder.folder)
     prepared = prepare.complete(facts.look_again())
     if not quiet:
         # its findings were shown with those of all rungs
         console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
-    outcome = experiment.of_prepared(prepared)
+    outcome = experiment.run_prepared(prepared)
     # weights after so few steps are useless, and large
     shutil.rmtree(models, ignore_errors=True)
     if outcome.interrupted:
@@ -422,7 +426,7 @@ def _judge_record(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standin
         gpus=gpus,
         facts=facts,
         flags=tuple(gates.judge_rung(facts, ladder.stage.options.gates, base)),
-        efficiency=gates.efficiency(facts, base),
+        efficiency=gates.compute_efficiency(facts, base),
         before=True,
         record=record,
     )
@@ -431,7 +435,7 @@ def _judge_record(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standin
 def _build_lead(ladder: Ladder) -> Lead:
     flags = []
     for standing in ladder.standings:
-        rung = label(standing.gpus)
+        rung = format_gpus(standing.gpus)
         for flag in standing.flags:
             flags.append({"rung": rung, "gate": flag.gate, "is": flag.colour, "why": flag.text})
     lines = []
@@ -482,7 +486,7 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
         margins=_read_column(rows, REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
         tokens_per_second=speed,
-        step_seconds=usual_step(seconds[len(seconds) // 5 :]),
+        step_seconds=compute_usual_step(seconds[len(seconds) // 5 :]),
         allocated_gib=metrics.get("peak_allocated_gib"),
         reserved_gib=metrics.get("peak_reserved_gib"),
         planned_gib=planned_gib,
@@ -501,7 +505,7 @@ def _find_smallest_card_gib(prepared: Prepared) -> float | None:
     return min((slot.gpu.memory_mib / 1024 for slot in chosen.slots), default=None)
 
 
-def usual_step(seconds: Sequence[float]) -> float | None:
+def compute_usual_step(seconds: Sequence[float]) -> float | None:
     """The mean, so that steps of long rows count, without steps that something else held up."""
     if not seconds:
         return None
@@ -545,7 +549,7 @@ def _estimate_full_run(ladder: Ladder, top: Standing) -> FullRun:
         if repacked and terms.row_tokens:
             # how many packed rows they come to depends on their lengths
             row_lengths = lengths.parse(terms.row_tokens)
-        _, _, steps = forecast.counted(whole, row_lengths, terms)
+        _, _, steps = forecast.count_rows_and_steps(whole, row_lengths, terms)
     if not step:
         return FullRun(gpus=top.gpus, steps=steps, formula="no step was timed")
     if not steps:
@@ -581,7 +585,7 @@ def show(ladder: Ladder) -> None:
         for flag in standing.flags:
             if flag.colour != "green":
                 yellow += 1
-                say(f"  {label(standing.gpus)}: {flag.colour}[{flag.gate}] {flag.text}")
+                say(f"  {format_gpus(standing.gpus)}: {flag.colour}[{flag.gate}] {flag.text}")
     if ladder.exit is not Exit.OK:
         say(f"no-go: {ladder.reason}")
         say("the same command continues at this rung; --fresh starts over")
@@ -606,7 +610,7 @@ def _build_row(standing: Standing) -> dict[str, str | None]:
     if standing.before:
         verdict += " (before)"
     return {
-        "rung": label(standing.gpus),
+        "rung": format_gpus(standing.gpus),
         "batch": f"{record.get('per_device')} x {record.get('accumulation')} x {facts.devices}",
         "loss": loss,
         "tokens/s": _format_number(facts.tokens_per_second, ",.0f"),

@@ -3,13 +3,13 @@
 import math
 from pathlib import Path
 
-from launcher.config.load import spelt
+from launcher.config.load import spell_value
 from launcher.config.points import POINTS
 from launcher.errors import Finding, launch_finding
 from launcher.lazy_dataclass import dataclass
 from launcher.plan import plan
 from launcher.stage.stage import Stage
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.upstream.schema import Values
 
 RESERVE = 1.25
@@ -21,7 +21,7 @@ ASSUMED_DEVICES = 8
 """Taken if neither the caller nor `batch:` says how many rows a step takes."""
 
 
-def short_overrides(
+def list_short_overrides(
     stage: Stage, *, steps: int, output: Path, batch: int | None = None
 ) -> tuple[str, ...]:
     """`key=value` texts after which training does exactly `steps` optimizer steps into `output`.
@@ -43,7 +43,7 @@ def short_overrides(
     if "checkpointing_steps" in stage.schema.fields:
         # DPO's is a number, which no run of so many steps comes to
         changes["checkpointing_steps"] = steps + 1
-    mixture = _cut_mixture(stage, rows_needed(stage, steps, batch))
+    mixture = _cut_mixture(stage, count_needed_rows(stage, steps, batch))
     if mixture:
         changes[names.data] = mixture
     warm_up = _shorten_warm_up(stage, steps, batch)
@@ -51,7 +51,7 @@ def short_overrides(
         changes["warmup_steps"] = warm_up
     changes |= _list_short_run_changes(stage)
     changes[names.output] = str(output)
-    overrides = [f"{name}={spelt(value)}" for name, value in changes.items()]
+    overrides = [f"{name}={spell_value(value)}" for name, value in changes.items()]
     for point in POINTS:
         # a slice, or so short a run, cannot prove these
         if point.full_length and point.name in stage.options.expect:
@@ -69,7 +69,7 @@ def _shorten_warm_up(stage: Stage, steps: int, batch: int | None) -> int | None:
         return None
     batch = _find_batch_rows(stage, batch)
     rows = plan.count_rows(stage, stage.values) if batch else None
-    full = plan.total_steps(stage, stage.values, rows, batch or 1)
+    full = plan.count_total_steps(stage, stage.values, rows, batch or 1)
     short = steps // 10
     if full:
         short = round(steps * warm_up / full)
@@ -82,15 +82,15 @@ def _find_batch_rows(stage: Stage, batch: int | None) -> int | None:
     return stage.options.batch.total
 
 
-def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
+def check_short_run(stage: Stage, steps: int) -> tuple[Finding, ...]:
     """Notes on what is not as small as it should be, and what such a run cannot show."""
     notes = []
     rows = plan.count_rows(stage, stage.values)
-    needed = rows_needed(stage, steps)
+    needed = count_needed_rows(stage, steps)
     is_cut = stage.entry.mixes or stage.values.get("dataset_streaming")
     if not is_cut and (rows is None or rows > 2 * needed):
         amount = "all rows" if rows is None else f"all {rows:,} rows"
-        cited = rendered("trl/scripts/sft.py::main[train_dataset=dataset]")
+        cited = render_citations("trl/scripts/sft.py::main[train_dataset=dataset]")
         message = (
             f"{amount} are tokenised for {steps} steps: TRL takes a split whole, "
             f"`train[:{needed}]` is not the name of one ({cited})"
@@ -105,7 +105,7 @@ def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
     return tuple(notes)
 
 
-def rows_needed(stage: Stage, steps: int, batch: int | None = None) -> int:
+def count_needed_rows(stage: Stage, steps: int, batch: int | None = None) -> int:
     """Rows to cut for that many steps, reserve included."""
     rows = _find_batch_rows(stage, batch) or _assume_batch_rows(stage)
     needed = math.ceil(steps * rows * RESERVE) + rows

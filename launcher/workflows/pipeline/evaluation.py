@@ -54,11 +54,11 @@ class PlannedEvaluation:
     model: Path
     gpus: int
     python: Path
-    redactor: Redactor = field(default_factory=redaction.of_process)
+    redactor: Redactor = field(default_factory=redaction.find_process_secrets)
 
     @property
     def folder(self) -> RunFolder:
-        return records.evaluation_folder(self.run)
+        return records.find_evaluation_folder(self.run)
 
     @property
     def values(self) -> dict[str, str]:
@@ -107,10 +107,10 @@ class PlannedEvaluation:
         same name, and no code out of the current folder.
         """
         path = str(self.python.parent)
-        inherited = isolation.isolated(os.environ).get("PATH")
+        inherited = isolation.isolate(os.environ).get("PATH")
         if inherited:
             path += os.pathsep + inherited
-        environ = {**isolation.changes(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1"}
+        environ = {**isolation.list_changes(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1"}
         if not self.gpus:
             environ[devices.VARIABLE] = ""
         elif chosen is not None:
@@ -165,7 +165,7 @@ def evaluate(
     taken = launch_finding("error", "eval-running", message, file=str(folder.path))
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
-    with locks.exclusive(folder.path / ".lock", taken=taken):
+    with locks.hold_exclusive(folder.path / ".lock", taken=taken):
         if runner.is_alive(folder.path):
             # left by a pipeline that was killed: nobody reads its result
             runner.end_orphans(folder, runner.GRACE_S, max(1, folder.attempts()))
@@ -190,12 +190,12 @@ def _find_measurement(evaluation: PlannedEvaluation, key: str) -> EvaluationReco
 
 
 def _compute_key(evaluation: PlannedEvaluation) -> str:
-    model = fingerprint.of_model(str(evaluation.model)).digest
-    tokenizer = fingerprint.of_tokenizer(str(evaluation.model)).digest
+    model = fingerprint.fingerprint_model(str(evaluation.model)).digest
+    tokenizer = fingerprint.fingerprint_tokenizer(str(evaluation.model)).digest
     place = evaluation.metrics
     pattern = None if place is None else place.pattern
     # where the model lies is no part of what was measured, but its words are those of the command
-    return experiment.key_of([evaluation.argv, pattern, model, tokenizer])
+    return experiment.digest_values([evaluation.argv, pattern, model, tokenizer])
 
 
 def _run_command(
@@ -212,12 +212,12 @@ def _run_command(
         model=str(evaluation.model),
         gpus=evaluation.gpus,
         timeout_s=timeout_s,
-        began=rundir.utc_now(),
+        began=rundir.format_utc_now(),
         log=str(folder.console(number)),
     )
     _write_record(evaluation, record)
     place = evaluation.metrics
-    before = None if place is None else scores.snapshot(place)
+    before = None if place is None else scores.take_snapshot(place)
     environ = evaluation.environment(chosen)
     command = Command(argv=evaluation.argv, env=environ, cwd=Path.cwd())
     clock = _Clock(timeout_s)
@@ -228,11 +228,11 @@ def _run_command(
             )
     except NotReady as error:
         message = str(error.findings[0].message)
-        crashed = replace(record, state="crashed", ended=rundir.utc_now(), reason=message)
+        crashed = replace(record, state="crashed", ended=rundir.format_utc_now(), reason=message)
         _write_record(evaluation, crashed)
         raise
     seconds = round(clock.seconds, 1)
-    now = rundir.utc_now()
+    now = rundir.format_utc_now()
     record = replace(record, ended=now, seconds=seconds, returncode=ended.returncode)
     if clock.rang:
         reason = f"its time was up after {timeout_s:g} s; log: {record.log}"
@@ -256,7 +256,7 @@ def _add_scores(
     place: MetricsPlace,
 ) -> EvaluationRecord:
     try:
-        measured = scores.read_scores(scores.written_since(before, place))
+        measured = scores.read_scores(scores.find_written_since(before, place))
     except UnreadableScores as error:
         return replace(record, state="unreadable", reason=str(error))
     return replace(
@@ -308,7 +308,7 @@ def _write_record(evaluation: PlannedEvaluation, record: EvaluationRecord) -> Ev
     return record
 
 
-def exit_code(record: EvaluationRecord) -> Exit:
+def decide_exit_code(record: EvaluationRecord) -> Exit:
     if record.state != "measured":
         return _EXITS.get(record.state, Exit.TRAINING)
     if record.passed:

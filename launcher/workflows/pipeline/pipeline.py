@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from launcher import redaction
 from launcher.artifacts import checkpoints
-from launcher.config.pipeline import placed
-from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
+from launcher.config.pipeline import place_finding
+from launcher.errors import Exit, Finding, LaunchError, launch_finding, select_errors, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
@@ -109,7 +109,7 @@ class StageRow:
             return f"{self.name}: {reason}: {self.output}"
         why = ""
         if self.reason and self.status != "passed":
-            why = f": {brief(self.reason, 300)}"
+            why = f": {shorten(self.reason, 300)}"
         return f"{self.name}: {self.status}{why}"
 
     def stop(self, status: Status, code: Exit, reason: str) -> None:
@@ -133,7 +133,7 @@ class PipelineResult:
     exit: Exit = Exit.OK
     findings: tuple[Finding, ...] = ()
     ended: str | None = None
-    redactor: Redactor = field(default_factory=redaction.of_process)
+    redactor: Redactor = field(default_factory=redaction.find_process_secrets)
 
     def as_json(self) -> dict[str, Any]:
         """The record; the envelope's data is the same."""
@@ -205,8 +205,8 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
     Raises NotReady if the pipeline is running already.
     """
     chain = order.chain
-    root = order.common.runs or rundir.runs_root()
-    key = experiment.key_of([str(chain.path.absolute()), os.getcwd()])
+    root = order.common.runs or rundir.find_runs_root()
+    key = experiment.digest_values([str(chain.path.absolute()), os.getcwd()])
     redactor = planned.redactor
     series = Campaign(kind=KIND, key=key, name=redactor.redact(chain.name), root=root)
     message = "this pipeline is running already"
@@ -221,7 +221,7 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
             order=order,
             rows=[_create_row(planned.steps[link.name]) for link in planned.links],
             key=key,
-            began=rundir.utc_now(),
+            began=rundir.format_utc_now(),
             redactor=redactor,
         )
         _Runner(order, planned, result, quiet).run()
@@ -244,8 +244,8 @@ def dry_run(order: PipelineRequest) -> PipelinePlan:
     planned = plans.plan_stages(order, Scope.PLAN)
     findings = list(planned.findings)
     for link in planned.links:
-        for finding in prepare.of_earlier_run(planned.steps[link.name].prepared):
-            findings.append(placed(link, finding))
+        for finding in prepare.warn_of_earlier_run(planned.steps[link.name].prepared):
+            findings.append(place_finding(link, finding))
     return replace(planned, findings=tuple(findings))
 
 
@@ -274,7 +274,7 @@ class _Runner:
                     row.status = "interrupted"
         states = {Exit.OK: "finished", Exit.INTERRUPTED: "interrupted"}
         result.state = states.get(result.exit, "stopped")
-        result.ended = rundir.utc_now()
+        result.ended = rundir.format_utc_now()
         self._write_page()
 
     def _run_stages(self) -> None:
@@ -318,7 +318,7 @@ class _Runner:
         row.evaluation = record
         row.status = trained
         row.verdict = conclude.finish(task.run).status
-        code = evaluation.exit_code(record)
+        code = evaluation.decide_exit_code(record)
         if code is not Exit.OK:
             status: Status = "interrupted" if code is Exit.INTERRUPTED else "failed"
             self._stop_at(row, status, code, evaluation.list_faults(task, record))
@@ -329,7 +329,7 @@ class _Runner:
     def _stop_at(
         self, row: StageRow, status: Status, code: Exit, findings: Sequence[Finding]
     ) -> None:
-        stops = errors(findings) or findings
+        stops = select_errors(findings) or findings
         reason = stops[0].message if stops else f"its evaluation was {status}"
         row.stop(status, code, str(reason))
         self.result.exit = code
@@ -375,7 +375,7 @@ class _Runner:
         row.verdict = verdict.status
         row.steps = verdict.steps
         row.metrics = dict(verdict.metrics)
-        row.whole = checkpoints.model_fault(self.models[row.name]) is None
+        row.whole = checkpoints.find_model_fault(self.models[row.name]) is None
         self.result.exit = outcome.exit
         if outcome.exit is Exit.OK:
             row.status = "skipped" if outcome.finished_before else "passed"
@@ -385,10 +385,10 @@ class _Runner:
 
     def _train_stage(self, step: PlannedStage, row: StageRow) -> Outcome:
         link = step.link
-        prepared = forecast.with_forecast(self._prepare_stage(step, row))
+        prepared = forecast.add_forecast(self._prepare_stage(step, row))
         self.ready = prepared
         output = prepared.output or step.output
-        self.models[link.name] = plan.model_in(prepared.plan, output)
+        self.models[link.name] = plan.find_model_in(prepared.plan, output)
         row.output = str(output)
         row.run = str(prepared.folder.path)
         if row.reason is not None:
@@ -408,7 +408,7 @@ class _Runner:
         if not self.quiet and prepared.decision.kind != "finished":
             console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
-        outcome = experiment.of_prepared(prepared, allow_unproven=allow)
+        outcome = experiment.run_prepared(prepared, allow_unproven=allow)
         row.run = str(outcome.run.path)
         self.ready = replace(prepared, folder=outcome.run)
         if not outcome.finished_before:
@@ -418,7 +418,7 @@ class _Runner:
         # the evaluation comes after it
         points = [point for point in verdict.points if point.name != records.POINT]
         verdict = verdict.with_points(points)
-        code = check.exit_code(verdict, allow_unproven=allow)
+        code = check.decide_exit_code(verdict, allow_unproven=allow)
         # its training may have ended while this pipeline waited for it
         was_joined = link.name in self.joined and code is Exit.OK
         return replace(outcome, verdict=verdict, exit=code, finished_before=not was_joined)
@@ -445,7 +445,7 @@ class _Runner:
             if prepared.output != prepared.requested_output:
                 row.reason = f"{_AGAIN}--fresh"
             return prepared
-        if step.prepared.attempt <= 1 and checkpoints.model_fault(step.model) is None:
+        if step.prepared.attempt <= 1 and checkpoints.find_model_fault(step.model) is None:
             reason = f"{step.output} holds a model, and no run is known that made it"
         else:
             start = prepare.plan_start(facts, judged=judged)
@@ -460,12 +460,12 @@ class _Runner:
         folder = step.prepared.folder
         row.run = str(folder.path)
         self._write_record()
-        attempt = follow.newest_attempt(folder)
+        attempt = follow.find_newest_attempt(folder)
         self._print_line(f"{step.link.name} is being trained: {folder.path}")
-        interrupted = follow.until_over(folder, attempt, forward=True)
+        interrupted = follow.follow_until_over(folder, attempt, forward=True)
         # by what is allowed now
         attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
-        verdict, code = conclude.verdict_and_exit_code(folder, attempt)
+        verdict, code = conclude.judge_attempt(folder, attempt)
         if interrupted:
             code = Exit.INTERRUPTED
         if code is Exit.OK:
@@ -489,7 +489,7 @@ class _Runner:
         lead = Lead(title=title, decision=state, colour=colour, tables=(rows,))
         runs = [Path(row.run) for row in self.result.rows if row.run]
         try:
-            experiment.page(runs, self.result.folder / PAGE, lead)
+            experiment.write_page(runs, self.result.folder / PAGE, lead)
         except LaunchError as error:
             self._print_findings(error.findings)
         self._write_record()

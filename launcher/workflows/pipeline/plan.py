@@ -13,20 +13,20 @@ from typing import Any
 from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config import pipeline
-from launcher.config.load import Config, spelt
+from launcher.config.load import Config, spell_value
 from launcher.config.pipeline import Chain, Link
 from launcher.errors import (
     Finding,
     InvalidConfig,
     NotReady,
-    brief,
-    errors,
     launch_finding,
     not_ready,
+    select_errors,
+    shorten,
     usage,
 )
 from launcher.lazy_dataclass import dataclass
-from launcher.paths import canonical
+from launcher.paths import resolve_path
 from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, prepare
@@ -38,7 +38,7 @@ from launcher.planning.resume import changes
 from launcher.redaction import Redactor
 from launcher.runs import runner
 from launcher.stage import stage
-from launcher.upstream.citations import rendered
+from launcher.upstream.citations import render_citations
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import BACKENDS
 from launcher.workflows.pipeline import evaluation
@@ -114,7 +114,7 @@ class PlannedStage:
     @property
     def model(self) -> Path:
         """The folder that a later stage begins from."""
-        return plan.model_in(self.plan, self.output)
+        return plan.find_model_in(self.plan, self.output)
 
     def as_json(self) -> dict[str, object]:
         """For the answer of a dry run."""
@@ -149,7 +149,7 @@ class PipelinePlan:
     @property
     def redactor(self) -> Redactor:
         """What must not be shown of any stage."""
-        return redaction.together(step.prepared.redactor for step in self.steps.values())
+        return redaction.merge(step.prepared.redactor for step in self.steps.values())
 
     def resolved(self) -> dict[str, Facts]:
         """Each stage that is to run, with the model that its chain begins from."""
@@ -186,7 +186,7 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
         message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
         raise usage("unknown-change", message)
     findings = tuple(dict.fromkeys(planner.findings))
-    if planner.refused or errors(findings, strict=order.common.strict):
+    if planner.refused or select_errors(findings, strict=order.common.strict):
         raise InvalidConfig(findings)
     if planner.lacking:
         raise NotReady(dict.fromkeys(planner.lacking))
@@ -200,7 +200,7 @@ def list_known_changes(facts: Facts) -> frozenset[str]:
 
 def override_model(backend: str, source: Path | str) -> list[str]:
     """The overrides that make `source` the model and the tokenizer of a stage."""
-    return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
+    return [f"{name}={spell_value(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
 def _set_model(facts: Facts, model: Path) -> Facts:
@@ -212,7 +212,7 @@ def _set_model(facts: Facts, model: Path) -> Facts:
 
 def _require_model(link: Link, source: PlannedStage) -> None:
     """Raise NotReady if a stage that is not to run left no model for `link` to begin from."""
-    fault = "it is being trained" if source.live else checkpoints.model_fault(source.model)
+    fault = "it is being trained" if source.live else checkpoints.find_model_fault(source.model)
     if fault is not None:
         name = source.link.name
         message = f"{link.name} begins from {source.model}, the model of {name}: {fault}"
@@ -243,7 +243,7 @@ class _Planner:
         self.roots: dict[str, str | None] = {}
         self.starts: list[tuple[Link, Facts, Plan]] = []
         self.configs: dict[str, Config] = {}
-        self.files = [canonical(link.config) for link in order.chain.links]
+        self.files = [resolve_path(link.config) for link in order.chain.links]
 
     def visit(self, link: Link) -> None:
         """Judge one stage; one that is not to run only as far as it is needed."""
@@ -267,7 +267,7 @@ class _Planner:
 
     def _visit_link(self, link: Link, *, within: bool) -> None:
         source = self.steps.get(link.source or "")
-        file = collect.open(self.order.request(link))
+        file = collect.open_stage_file(self.order.request(link))
         config = file.config
         self.configs[link.name] = config
         root = self._find_root_model(link, config, source, within=within)
@@ -281,7 +281,7 @@ class _Planner:
             elif within and root is None:
                 # nothing can be said of a model that nobody knows
                 return
-            overrides = override_model(stage.backend_of(config), model)
+            overrides = override_model(stage.find_backend(config), model)
         self.roots[link.name] = root
         names_output = config.args.get(OUTPUT) is not None
         if not names_output:
@@ -308,7 +308,7 @@ class _Planner:
         chained = file.with_overrides(*overrides, fresh=fresh)
         # a stage that is not to run needs nothing of this machine
         scope = self.scope if within else Scope.PLAN
-        resolved = collect.of_read(chained, chained.read(), scope)
+        resolved = collect.collect_read(chained, chained.read(), scope)
         facts = resolved
         if source is not None:
             if resolved.machine is not None and source.link not in self.order.links:
@@ -318,7 +318,7 @@ class _Planner:
         judged: Plan | None = None
         if within and (source is not None or resolved.machine is not None):
             target = dry.start.target
-            judged = check.settle(
+            judged = check.plan_with_findings(
                 resolved, decided=target.output.derived, attempts=target.attempts_so_far
             )
         if within:
@@ -353,28 +353,28 @@ class _Planner:
 
     def _check_models(self, link: Link, config: Config, source: PlannedStage) -> None:
         """A stage must not name another model, or tokenizer, than the stage before leaves."""
-        places = (canonical(source.model), canonical(source.requested_output))
+        places = (resolve_path(source.model), resolve_path(source.requested_output))
         for key in (MODEL, TOKENIZER):
             value = _read_text(config.args.get(key))
-            if value is None or canonical(Path(value)) in places:
+            if value is None or resolve_path(Path(value)) in places:
                 continue
             if link.explicit and config.origin(f"args.{key}").override is None:
                 continue
             help = f"delete the line, or say which with `from: {link.source}` or `from: none`"
             if link.explicit:
                 help = f"delete it, or write `from: none` instead of `from: {link.source}`"
-            message = f"`{key}` is {brief(value)} here, and the pipeline hands over "
+            message = f"`{key}` is {shorten(value)} here, and the pipeline hands over "
             message += f"{source.model}, the model of {link.source}"
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: PlannedStage) -> bool:
         """Whether no stage before writes into the same folder, inside or above it."""
         output = step.requested_output
-        place = canonical(output)
+        place = resolve_path(output)
         for other in self.steps.values():
             name = other.link.name
             other_output = other.requested_output
-            other_place = canonical(other_output)
+            other_place = resolve_path(other_output)
             message = f"{step.link.name} writes into {output}, which "
             if place == other_place:
                 message = f"{step.link.name} and {name} both write into {output}"
@@ -408,7 +408,7 @@ class _Planner:
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
         own = step.plan.stage
         if own.entry.whole_model and own.options.probe is None:
-            asks = rendered("finetune.py::main[snapshot_download]")
+            asks = render_citations("finetune.py::main[snapshot_download]")
             message = f"{asks} asks the hub for {source.model}: without the probe, which answers "
             message += "it, a local model cannot be trained"
             self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
@@ -456,8 +456,8 @@ class _Planner:
 
     def _name_stage(self, link: Link, finding: Finding) -> Finding:
         """The finding at its place; with the stage's name if several stages have the same file."""
-        finding = pipeline.placed(link, finding)
-        is_shared = self.files.count(canonical(link.config)) > 1
+        finding = pipeline.place_finding(link, finding)
+        is_shared = self.files.count(resolve_path(link.config)) > 1
         if not is_shared or finding.message.startswith(f"{link.name}: "):
             return finding
         return replace(finding, message=f"{link.name}: {finding.message}")

@@ -94,11 +94,11 @@ Snapshot = Mapping[Path, tuple[int, ...]]
 """The files that matched at one moment, with what no write leaves as it is."""
 
 
-def snapshot(place: MetricsPlace) -> Snapshot:
+def take_snapshot(place: MetricsPlace) -> Snapshot:
     return {path: _read_file_state(path) for path in place.matching()}
 
 
-def written_since(before: Snapshot, place: MetricsPlace) -> Path:
+def find_written_since(before: Snapshot, place: MetricsPlace) -> Path:
     """The newest file that matches and was written since. Raises UnreadableScores if none was."""
     matching = place.matching()
     fresh = [path for path in matching if before.get(path) != _read_file_state(path)]
@@ -206,7 +206,7 @@ def _judge_gate(scores: Scores, name: str, gate: Gate) -> GateResult:
     result = GateResult(metric=name, expected=str(gate), ok=False, name=full)
     if full is None:
         names = list(dict.fromkeys([*scores.main, *scores.numbers]))
-        advice = keys.nearest(name, names[:20])
+        advice = keys.suggest_name(name, names[:20])
         return replace(result, reason=f"{scores.path} has no metric `{name}`: {advice}")
     value = _read_number(scores.values[full])
     if value is None:

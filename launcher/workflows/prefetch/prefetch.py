@@ -15,16 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts.model_config import offline
+from launcher.artifacts.model_config import is_offline
 from launcher.cache import hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, naming_variables
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, naming_variables, select_errors
 from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import tokenising
 from launcher.lifecycle.tokenising import Tokenised
 from launcher.machine.python import Trainer
-from launcher.machine.sizes import sized
+from launcher.machine.sizes import format_size
 from launcher.plan.plan import Plan
 from launcher.planning import check
 from launcher.planning.collect import Facts
@@ -87,9 +87,11 @@ class Prefetch:
         for part in self.parts:
             width = max(width, len(part.name))
         for part in self.parts:
-            text = f"{part.kind:<10} {part.name:<{width}}  {part.state:<8} {sized(part.size):>9}"
+            text = (
+                f"{part.kind:<10} {part.name:<{width}}  {part.state:<8} {format_size(part.size):>9}"
+            )
             yield text + _format_duration(part.state, part.seconds)
-        text = f"tokenised  {place:<{width}}  {data.state:<8} {sized(data.size):>9}"
+        text = f"tokenised  {place:<{width}}  {data.state:<8} {format_size(data.size):>9}"
         yield text + _format_duration(data.state, data.seconds)
         lengths = data.lengths
         if lengths is not None and lengths.rows is not None:
@@ -106,7 +108,7 @@ class Prefetch:
             end = f"already there: nothing was to be done for {where}"
         else:
             end = f"prepared for {where} in {self.seconds:.0f} s"
-        yield f"{end}; {sized(self.size)} in all"
+        yield f"{end}; {format_size(self.size)} in all"
 
 
 def _format_duration(state: str, seconds: float) -> str:
@@ -130,17 +132,17 @@ def _fill_caches(resolved: Facts, say: Say) -> Prefetch:
     trainer = resolved.trainer
     plan = _settle_plan(resolved)
     # what training needs besides is asked where it trains
-    subject = replace(checks.of_plan(plan, trainer), gpus=0, plan=None)
-    lacking = errors([*checks.source(subject), *checks.local_files(plan)])
+    subject = replace(checks.make_subject(plan, trainer), gpus=0, plan=None)
+    lacking = select_errors([*checks.check_source(subject), *checks.check_local_files(plan)])
     if lacking:
         raise NotReady(lacking)
-    needed = hub.required_parts(plan)
+    needed = hub.list_required_parts(plan)
     models = [part for part in needed if part.role != "data"]
     parts = _fetch_parts(models, plan, trainer, {})
     # of what lies here now: the names of the cache folders hold the tokenizer's content
     caches = keys.derive(plan, trainer.packages)
     data = [part for part in needed if part.role == "data"]
-    parts += _fetch_parts(data, plan, trainer, keys.environment(caches))
+    parts += _fetch_parts(data, plan, trainer, keys.derive_environment(caches))
     filling = tokenising.Filling(plan, trainer, resolved.request, say, caches)
     tokenised = filling.fill()
     return Prefetch(
@@ -158,15 +160,15 @@ def _settle_plan(resolved: Facts) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
     # what trains may have other packages than there are here
     facts = replace(resolved, packages=None)
-    output = rundir.runs_root() / "model"
-    plan = check.settle(facts, output=output)
+    output = rundir.find_runs_root() / "model"
+    plan = check.plan_with_findings(facts, output=output)
     kept = []
     for finding in plan.stage.findings:
         if finding.code not in _ASKED_LATER:
             kept.append(finding)
     stage = replace(plan.stage, findings=tuple(kept))
     plan = replace(plan, stage=stage)
-    if errors(plan.all_findings, strict=resolved.request.strict):
+    if select_errors(plan.all_findings, strict=resolved.request.strict):
         raise InvalidConfig(plan.all_findings)
     return plan
 
@@ -175,7 +177,7 @@ def _fetch_parts(
     parts: Sequence[Part], plan: Plan, trainer: Trainer, variables: Mapping[str, str]
 ) -> tuple[Part, ...]:
     fetched = hub.fetch(parts, trainer, {**os.environ, **variables})
-    missing = tuple(hub.findings(fetched, plan, offline=offline(os.environ)))
+    missing = tuple(hub.check_parts(fetched, plan, offline=is_offline(os.environ)))
     if missing:
         raise NotReady(missing)
     return fetched
@@ -189,7 +191,7 @@ def _list_remaining_work(
         yield "tokenising: TRL does it while its trainer is made, before the first step"
     for part in parts:
         if part.role in ("whole", "model"):
-            yield f"loading {part.name} ({sized(part.size)}) on every process"
+            yield f"loading {part.name} ({format_size(part.size)}) on every process"
             break
     if plan.values.get("precompute_ref_log_probs") is True:
         yield "the reference log-probabilities (`precompute_ref_log_probs`): one pass of the model"

@@ -20,20 +20,20 @@ from launcher.errors import (
     LaunchError,
     NotReady,
     UsageError,
-    errors,
     launch_finding,
     not_ready,
+    select_errors,
     usage,
 )
 from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
-from launcher.upstream.schema import Schema, source_name
-from launcher.upstream.trainers import Entry, entry_of
+from launcher.upstream.schema import Schema, name_source
+from launcher.upstream.trainers import Entry, find_entry
 from launcher.workflows.rehearse import arguments, local_data
-from launcher.workflows.rehearse.ask import Server, Servers, crash, describe_error
-from launcher.workflows.rehearse.attempts import shape_of
+from launcher.workflows.rehearse.ask import Server, Servers, describe_crash, describe_error
+from launcher.workflows.rehearse.attempts import guess_config
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
     PreviewContent,
@@ -82,7 +82,7 @@ class Preview:
 
     @property
     def exit(self) -> Exit:
-        if errors(self.findings):
+        if select_errors(self.findings):
             return Exit.CONFIG
         return Exit.OK
 
@@ -118,11 +118,11 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     """
     if judged.schema is None or judged.options is None or judged.upstream is None:
         raise InvalidConfig(judged.findings)
-    entry = entry_of(judged.schema)
+    entry = find_entry(judged.schema)
     if entry.rehearsal is None:
         message = f"these rows cannot be shown: how {entry.script} prepares them is not described"
         raise _refuse_file(judged, [launch_finding("error", "no-preview", message)])
-    data = _Data(local_data.sets_of(judged.config.args, entry))
+    data = _Data(local_data.find_local_sets(judged.config.args, entry))
     numbers = []
     if row is not None:
         numbers.append(data.number(row))
@@ -141,7 +141,7 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     for shown in content.rows:
         _place_row(shown, data, entry)
     content.template.description = _describe_template(content.template, judged, entry)
-    source = source_name(judged.upstream.backend, judged.upstream.version)
+    source = name_source(judged.upstream.backend, judged.upstream.version)
     return Preview(
         title=f"{judged.options.stage} on {source}",
         data=_name_data(judged, entry),
@@ -154,7 +154,7 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
 
 
 def _refuse_file(judged: Judged, findings: Sequence[Finding]) -> InvalidConfig:
-    if errors(judged.findings):
+    if select_errors(judged.findings):
         # without what is wrong with the file, the trainer may refuse what the file does not say
         return InvalidConfig(judged.findings)
     return InvalidConfig((*judged.findings, *map(judged.config.placed, findings)))
@@ -166,19 +166,19 @@ def _build_request(
     """A request without what is wrong with the file, which need not hide the rows."""
     assert judged.options is not None
     # which rows are split off is drawn anew at each start: all are shown
-    left_out = arguments.refused_names(judged) | {"test_split_size"}
+    left_out = arguments.list_refused_names(judged) | {"test_split_size"}
     left_out -= {entry.names.data, entry.names.model}
     args = {name: value for name, value in judged.config.args.items() if name not in left_out}
-    whole = arguments.of_stage(args, judged.options, schema, entry)
+    whole = arguments.fit_for_cpu(args, judged.options, schema, entry)
     model = str(judged.config.args.get(entry.names.model))
     return ServerRequest(
         kind="preview",
         words=whole.words(schema),
         config=whole.in_file(schema),
-        mixture=local_data.mixture_parts(whole.kept),
+        mixture=local_data.list_mixture_parts(whole.kept),
         sizes={local.source.name: local.size for local in data.sets},
         revision=judged.config.args.get("model_revision"),
-        shape=shape_of(model),
+        shape=guess_config(model),
         out=str(folder),
         result=str(folder.with_suffix(".json")),
     )
@@ -195,7 +195,7 @@ def _ask_server(
     if response.absent is not None:
         raise _explain_absence(*response.absent)
     if response.phase is None:
-        raise NotReady(crash(response, server.log(response)))
+        raise NotReady(describe_crash(response, server.log(response)))
     if response.refusal is not None and response.refusal.by_launch:
         raise PreviewFailed(response.refusal)
     try:
@@ -302,7 +302,7 @@ def _name_data(judged: Judged, entry: Entry) -> str:
         return " ".join(map(str, named))
     if named is not None:
         return str(named)
-    mixed = mixture.of_values(judged.config.args, os.environ)
+    mixed = mixture.read_mixture(judged.config.args, os.environ)
     if mixed is None:
         return "datasets"
     return ", ".join(mixed.names())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from launcher.artifacts import model_config
 from launcher.dataset import sources
-from launcher.errors import errors
+from launcher.errors import select_errors
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists
 from launcher.stage.options import Batch, Options
@@ -114,7 +114,9 @@ class Arguments:
                 yield name, value
 
 
-def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry) -> Arguments:
+def fit_for_cpu(
+    args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry
+) -> Arguments:
     """What of a stage's arguments is rehearsed; model and caches go into a request's folder."""
     draft = _Draft(args, schema)
     names = entry.names
@@ -144,10 +146,10 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     return Arguments(kept=draft.kept, added=draft.added, left_out=draft.left_out)
 
 
-def refused_names(judged: Judged) -> set[str]:
+def list_refused_names(judged: Judged) -> set[str]:
     """The arguments that validation refuses."""
     names = set()
-    for finding in errors(judged.findings):
+    for finding in select_errors(judged.findings):
         if finding.key:
             names.add(finding.key.removeprefix("args.").partition("[")[0])
     return names
@@ -220,4 +222,4 @@ def _is_absent(path: Any) -> bool:
         return False
     if exists(Path(path)) or model_config.is_path(path):
         return False
-    return model_config.snapshot(path, os.environ, kind="datasets") is None
+    return model_config.find_snapshot(path, os.environ, kind="datasets") is None

@@ -34,14 +34,14 @@ LIMIT_S = 120.0
 """Seconds that one request may take."""
 
 
-def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def build_environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """No GPU, no network, no tracker, and every temporary file in `scratch`."""
     kept = {}
     for name, value in environ.items():
         if not name.startswith(("LAUNCH_", "WANDB_")):
             kept[name] = value
     return {
-        **isolation.isolated(kept),
+        **isolation.isolate(kept),
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
@@ -58,7 +58,7 @@ def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def script_facts(backend: str, key: str) -> ScriptFacts | None:
+def find_script_facts(backend: str, key: str) -> ScriptFacts | None:
     """What the trainer's Python needs to know of an entry script; None if it is not rehearsed."""
     if backend not in BACKENDS or key not in BACKENDS[backend].STAGES:
         return None
@@ -84,7 +84,7 @@ class Server:
     def __init__(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> None:
         self.trainer = trainer
         self.backend = backend
-        self.script = script_facts(backend, stage) or ScriptFacts()
+        self.script = find_script_facts(backend, stage) or ScriptFacts()
         self.root = root
         self._numbers = itertools.count(1)
 
@@ -106,7 +106,7 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment(self.scratch, os.environ),
+                env=build_environment(self.scratch, os.environ),
                 start_new_session=True,
                 text=True,
             )
@@ -205,7 +205,7 @@ def describe_error(error: ErrorRecord) -> str:
     return text
 
 
-def crash(response: ServerResponse, log: str) -> Finding:
+def describe_crash(response: ServerResponse, log: str) -> Finding:
     """A finding about a process that ended without a response."""
     code = "rehearsal-crash"
     if response.hung:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.errors import DISK_FULL, Finding, brief, launch_finding
+from launcher.errors import DISK_FULL, Finding, launch_finding, shorten
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged
 from launcher.workflows.rehearse import arguments
 from launcher.workflows.rehearse.arguments import ROWS
-from launcher.workflows.rehearse.ask import Server, crash, describe_error
+from launcher.workflows.rehearse.ask import Server, describe_crash, describe_error
 from launcher.workflows.rehearse.cause import DOING, CauseSearch
 from launcher.workflows.rehearse.inside.records import (
     ErrorRecord,
@@ -50,9 +50,9 @@ _STAND_INS = {
 _COMMON = "qwen/qwen2.5-0.5b"
 
 
-def shape_of(model: str) -> dict[str, Any]:
+def guess_config(model: str) -> dict[str, Any]:
     """A config by the name of a hub's model; that of the most common family where it is unknown."""
-    table = architecture.table()
+    table = architecture.load_known_shapes()
     return dict(table.get(model.lower()) or table[_COMMON])
 
 
@@ -74,8 +74,8 @@ class Attempts:
         self.entry = self.trials.entry
         self.findings: list[Finding] = []
         self.stand_ins: list[str] = []
-        self.refused = arguments.refused_names(judged)
-        whole = arguments.of_stage(self.config.args, judged.options, self.schema, self.entry)
+        self.refused = arguments.list_refused_names(judged)
+        whole = arguments.fit_for_cpu(self.config.args, judged.options, self.schema, self.entry)
         self.tried = self.trials.without(whole, self.refused)
 
     def run(self) -> Rehearsal:
@@ -110,7 +110,7 @@ class Attempts:
             response = self.trials.run(self.tried)
             self.note_stand_ins(response)
             if response.phase is None:
-                self.findings.append(crash(response, self.server.log(response)))
+                self.findings.append(describe_crash(response, self.server.log(response)))
                 return response
             refusal = refusal_in(response, self.tried)
             if refusal is None:
@@ -156,7 +156,7 @@ class Attempts:
             kind="shrink",
             model=name,
             out=str(self.server.folder()),
-            shape=shape_of(name),
+            shape=guess_config(name),
             revision=self.config.args.get("model_revision"),
         )
         (response,) = self.server.ask(request)
@@ -211,7 +211,7 @@ class Attempts:
         if causes:
             name = causes[0]
             key = f"args.{name}"
-            value = brief(self.config.args.get(name))
+            value = shorten(self.config.args.get(name))
             message = f"the trainer refuses `{name}: {value}` {doing}: {error}"
         help = self.advise(refusal, causes)
         return create_trainer_finding("error", "trainer-refuses", message, help, key=key)

@@ -48,12 +48,12 @@ class LocalSet:
         return SetSize(rows=self.rows, bytes=size)
 
 
-def sets_of(args: Mapping[str, Any], entry: Entry) -> list[LocalSet]:
+def find_local_sets(args: Mapping[str, Any], entry: Entry) -> list[LocalSet]:
     """What a stage trains on, beside a mixture (`datasets`)."""
     return [LocalSet(source, survey.look(source.files)) for source in _list_sources(args, entry)]
 
 
-def further_rows(args: Mapping[str, Any], sets: Iterable[LocalSet]) -> Further:
+def find_further_rows(args: Mapping[str, Any], sets: Iterable[LocalSet]) -> Further:
     """Rows beyond the first `ROWS` of each data set, by the name that the trainer loads.
 
     Of a mixture's set the name is its key. Rows that JSON cannot hold are left out.
@@ -70,7 +70,7 @@ def further_rows(args: Mapping[str, Any], sets: Iterable[LocalSet]) -> Further:
     for name, surveyed in surveys:
         if name in further:
             continue
-        for exemplar in exemplars.beyond(surveyed, ROWS):
+        for exemplar in exemplars.list_further_rows(surveyed, ROWS):
             size = _measure_row(exemplar.row)
             if size is not None and size <= left:
                 left -= size
@@ -87,11 +87,11 @@ def _measure_row(row: Mapping[str, Any]) -> int | None:
 
 
 def _read_mixed_sets(args: Mapping[str, Any]) -> tuple[MixedSet, ...]:
-    mixed = mixture.of_values(args, os.environ)
+    mixed = mixture.read_mixture(args, os.environ)
     return () if mixed is None else mixed.sets
 
 
-def mixture_parts(args: Mapping[str, Any]) -> list[MixturePart]:
+def list_mixture_parts(args: Mapping[str, Any]) -> list[MixturePart]:
     """The sets of a mixture whose rows are all on this machine."""
     parts = []
     for mixed in _read_mixed_sets(args):
@@ -139,7 +139,7 @@ def _list_sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
         split = splits[0]
     for name in map(str, named[::2]):
         if name.endswith(LOCAL_SUFFIXES):
-            yield sources.of_file(name)
+            yield sources.open_file_source(name)
         else:
             yield _open_folder(name, split, None)
 
@@ -149,4 +149,4 @@ def _open_folder(name: str, split: Any, config: Any) -> Source:
         return Source(name=name, unseen="it is no folder here")
     if config is not None:
         config = str(config)
-    return sources.of_name(name, str(split or "train"), config, os.environ)
+    return sources.find_named_source(name, str(split or "train"), config, os.environ)

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts.fingerprint import cache_home
-from launcher.artifacts.model_config import commit, is_hub_name
+from launcher.artifacts.model_config import find_commit, is_hub_name
 from launcher.dataset import mixture
-from launcher.errors import errors
+from launcher.errors import select_errors
 from launcher.files import read_json, write_json
 from launcher.machine import codec
 from launcher.machine.python import DECISIVE, Trainer
 from launcher.paths import is_dir, is_file
 from launcher.stage.stage import Judged
-from launcher.upstream.trainers import entry_of
+from launcher.upstream.trainers import find_entry
 from launcher.workflows.rehearse import arguments
 from launcher.workflows.rehearse.result import Rehearsal
 
@@ -53,19 +53,19 @@ def _list_dependencies(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     assert judged.upstream is not None
     assert judged.options is not None
     args = judged.config.args
-    whole = arguments.of_stage(args, judged.options, schema, entry_of(schema))
+    whole = arguments.fit_for_cpu(args, judged.options, schema, find_entry(schema))
     yield [schema.key, judged.upstream.as_json()]
     packages = (*DECISIVE, "safetensors")
     yield {name: trainer.packages.get(name) for name in packages}
     # what is left out of the steps is parsed all the same
     yield [dict(args), whole.added, whole.left_out]
-    yield [[finding.code, finding.key] for finding in errors(judged.findings)]
+    yield [[finding.code, finding.key] for finding in select_errors(judged.findings)]
     yield _read_file_state(Path(__file__).parent)
     for text in _walk_texts(whole.kept):
         if is_hub_name(text):
-            yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
+            yield [find_commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
         yield _read_file_state(Path(os.path.expanduser(text)))
-    mixed = mixture.of_values(whole.kept, os.environ)
+    mixed = mixture.read_mixture(whole.kept, os.environ)
     if mixed is not None:
         yield [_read_file_state(Path(name)) for name in mixed.names()]
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from launcher.errors import Finding, InvalidConfig, NotReady, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding, select_errors
 from launcher.machine.python import Trainer
 from launcher.planning.collect import Facts
 from launcher.stage.stage import Judged
-from launcher.upstream.trainers import entry_of
+from launcher.upstream.trainers import find_entry
 from launcher.workflows.rehearse import memory
 from launcher.workflows.rehearse.arguments import ROWS
 from launcher.workflows.rehearse.ask import Servers
@@ -39,7 +39,7 @@ def rehearse(
     """
     if judged.schema is None or judged.options is None or judged.upstream is None:
         return Rehearsal(findings=(), seconds=0)
-    entry = entry_of(judged.schema)
+    entry = find_entry(judged.schema)
     if entry.rehearsal is None:
         message = f"{entry.script} is not rehearsed: "
         message += "how it trains on a CPU with few rows is not described"
@@ -62,7 +62,7 @@ def rehearse(
     return result
 
 
-def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding, ...]:
+def merge_findings(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings of validation, then those of a rehearsal that it does not say itself, or worse."""
     findings = list(first)
     codes = {finding.code for finding in findings}
@@ -98,7 +98,7 @@ def require(stages: Mapping[str, Facts], say: Say, *, by_itself: bool) -> tuple[
                     failed.append(named)
                 elif finding.severity != "note":
                     findings.setdefault(finding.message, named)
-    if errors(findings.values(), strict=is_strict):
+    if select_errors(findings.values(), strict=is_strict):
         raise InvalidConfig((*findings.values(), *failed))
     return (*findings.values(), *failed)
 
@@ -129,13 +129,13 @@ def _rehearse_stage(
         return tuple(findings)
 
 
-def row_tokens(resolved: Facts) -> str | None:
+def recall_row_tokens(resolved: Facts) -> str | None:
     """Tokens a row by an earlier rehearsal, in the words of `--row-tokens`; None without one."""
     remembered = memory.recall(resolved.checked, resolved.trainer)
     return None if remembered is None else remembered.row_tokens
 
 
-def dropped_rows(resolved: Facts) -> tuple[Finding, ...]:
+def recall_dropped_rows(resolved: Facts) -> tuple[Finding, ...]:
     """The rows that the trainer drops by an earlier rehearsal, which the plan still counts.
 
     Without a rehearsal a note says that it would count them.

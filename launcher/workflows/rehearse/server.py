@@ -41,7 +41,7 @@ def begin(stage: Any, request: Any, shared: mmap.mmap) -> int:
     if pid:
         return pid
     try:
-        with open(file_of(request, "stack"), "w") as stack:
+        with open(name_file(request, "stack"), "w") as stack:
             faulthandler.enable(stack)
             faulthandler.dump_traceback_later(request.limit_s, exit=True, file=stack)
             response = dataclasses.asdict(respond(stage, request))
@@ -52,7 +52,7 @@ def begin(stage: Any, request: Any, shared: mmap.mmap) -> int:
         os._exit(1)
 
 
-def file_of(request: Any, kind: str) -> str:
+def name_file(request: Any, kind: str) -> str:
     return os.path.join(request.scratch, f"{request.id}.{kind}")
 
 
@@ -63,7 +63,7 @@ def collect(request: Any, shared: mmap.mmap, status: int) -> Any:
     line = shared.readline()
     if line.endswith(b"\n"):
         return json.loads(line)
-    with open(file_of(request, "stack"), errors="replace") as file:
+    with open(name_file(request, "stack"), errors="replace") as file:
         stack = file.read()
     response = records.ServerResponse(id=request.id)
     response.ended = os.waitstatus_to_exitcode(status)
@@ -79,24 +79,24 @@ def respond(stage: Any, request: Any) -> Any:
     """
     records = importlib.import_module("inside.records")
     folder = os.path.join(request.scratch, str(request.id))
-    log = os.open(file_of(request, "log"), os.O_RDWR | os.O_CREAT)
+    log = os.open(name_file(request, "log"), os.O_RDWR | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     response = records.ServerResponse(id=request.id, phase="parse")
     try:
         os.chdir(request.folder)
         request.words = [word.replace(OWN, folder) for word in request.words]
-        module_for(stage, request.kind).run(request, response)
+        import_module(stage, request.kind).run(request, response)
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            message = exit_message(log) or f"exit code {stop.code}"
+            message = read_exit_message(log) or f"exit code {stop.code}"
             response.refusal = records.ErrorRecord(type="SystemExit", message=message)
     except BaseException as error:
         response.refusal = records.ErrorRecord(**describe_error(error))
     return response
 
 
-def module_for(stage: Any, kind: str) -> Any:
+def import_module(stage: Any, kind: str) -> Any:
     if kind == "run":
         return stage
     if kind == "shrink":
@@ -104,7 +104,7 @@ def module_for(stage: Any, kind: str) -> Any:
     return importlib.import_module(stage.__name__.replace("_stage", "_preview"))
 
 
-def exit_message(log: int) -> str | None:
+def read_exit_message(log: int) -> str | None:
     """What argparse wrote to stderr before it exited."""
     sys.stderr.flush()
     text = os.pread(log, 1 << 20, 0).decode(errors="replace")

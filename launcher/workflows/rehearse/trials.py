@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from launcher.lazy_dataclass import dataclass
 from launcher.stage.stage import Judged
-from launcher.upstream.trainers import Entry, entry_of
+from launcher.upstream.trainers import Entry, find_entry
 from launcher.workflows.rehearse import local_data
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
 from launcher.workflows.rehearse.ask import Server
@@ -42,13 +42,13 @@ class Trials:
         assert judged.schema is not None
         self.schema = judged.schema
         self.server = server
-        self.entry: Entry = entry_of(self.schema)
+        self.entry: Entry = find_entry(self.schema)
         self.data_names = (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
         self.model: str | None = None
         self.special: dict[str, int] = {}
         args = judged.config.args
-        sets = local_data.sets_of(args, self.entry)
-        self.further = local_data.further_rows(args, sets)
+        sets = local_data.find_local_sets(args, self.entry)
+        self.further = local_data.find_further_rows(args, sets)
         self.sizes = {local.source.name: local.size for local in sets}
 
     def run(self, arguments: Arguments, *, only_parses: bool = False) -> ServerResponse:
@@ -63,7 +63,7 @@ class Trials:
             kind="run",
             words=arguments.words(self.schema),
             config=arguments.in_file(self.schema),
-            mixture=local_data.mixture_parts(arguments.kept),
+            mixture=local_data.list_mixture_parts(arguments.kept),
             sizes=self.sizes,
             model=self.model,
             only_parses=only_parses or self.model is None,

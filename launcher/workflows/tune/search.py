@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from launcher.lazy_dataclass import dataclass
-from launcher.plan.memory.phases import usable
+from launcher.plan.memory.phases import compute_usable
 from launcher.workflows.bench.comparison import Cause, Sample, Spread
 from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, describe_setting
 
@@ -187,7 +187,7 @@ class Search:
         """The memory in GiB that a run may need."""
         if self.room is None:
             return math.inf
-        return usable(self.room)
+        return compute_usable(self.room)
 
     def fits(self, runs: SettingRuns | Trial) -> bool:
         """Whether the whole run fits, with its longer rows; the file as written always does."""

@@ -22,7 +22,7 @@ from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths
 from launcher.config import load
 from launcher.config.keys import DEEPSPEED
-from launcher.config.load import Config, spelt
+from launcher.config.load import Config, spell_value
 from launcher.errors import InvalidConfig, not_ready, usage
 from launcher.lifecycle.manifest import escape_interpolation
 from launcher.machine.datasheets import Card
@@ -160,7 +160,7 @@ class Space:
         is_split = any(lever.name == "per_device" for lever in self.levers)
         if total == self.plan.global_batch and not is_split:
             return [chosen]
-        splits = plans.splits(total, self.plan.devices)
+        splits = plans.list_splits(total, self.plan.devices)
         return [{**chosen, "per_device": rows} for rows in splits]
 
     def _packs_nothing(self, settings: Settings) -> bool:
@@ -250,7 +250,7 @@ class Space:
         return {rows_key: per_device, **changed}
 
     def overrides(self, settings: Settings) -> tuple[str, ...]:
-        return tuple(f"{key}={spelt(value)}" for key, value in self.changes(settings).items())
+        return tuple(f"{key}={spell_value(value)}" for key, value in self.changes(settings).items())
 
     def _apply_settings(self, settings: Settings) -> Stage:
         """The stage with these settings; the file is not read again for each of hundreds."""
@@ -269,7 +269,7 @@ class Space:
             opts = replace(opts, batch=Batch(total=total, per_device=per_device))
         zero = changed.get("deepspeed")
         if zero is not None:
-            opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
+            opts = replace(opts, deepspeed=options.find_deepspeed_file(zero), deepspeed_name=zero)
         return replace(stage, args=args, options=opts, values=Values(stage.schema, args))
 
     def planned(self, settings: Settings) -> Plan:
@@ -300,7 +300,7 @@ class Space:
             settings=settings,
             peak=_estimate_peak(whole),
             short=_estimate_peak(trial),
-            seconds=speed.step_seconds(whole, self.card),
+            seconds=speed.predict_step_seconds(whole, self.card),
             tokens=whole.tokens.real,
         )
 
@@ -308,8 +308,8 @@ class Space:
         """What speed and memory follow from. Raises InvalidConfig if it cannot be planned."""
         plan = self.planned(settings)
         named = None if "attention" in settings else self.attention
-        attention = footprint.attention_of(plan, named)
-        rows = footprint.rows_of(plan, self.rows)
+        attention = footprint.decide_attention(plan, named)
+        rows = footprint.measure_trained_rows(plan, self.rows)
         return Footprint(plan=plan, shape=self.shape, rows=rows, attention=attention)
 
     def as_json(self) -> dict[str, object]:
@@ -420,7 +420,7 @@ def _choose_per_device(space: Space) -> Choice:
     plan = space.plan
     if plan.stage.entry.takes_one_row(plan.values):
         return "packed, dpo.py computes one row a GPU in a step, whatever it holds"
-    values = tuple(plans.splits(plan.global_batch, plan.devices))
+    values = tuple(plans.list_splits(plan.global_batch, plan.devices))
     if len(values) < 2:
         return f"{plan.global_batch} rows a step cannot be split in another way"
     return Lever(name="per_device", now=plan.per_device, values=values)

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.errors import Exit, Finding, NotReady, usage
 from launcher.machine import devices
-from launcher.machine.datasheets import CPU, Card, card_of
+from launcher.machine.datasheets import CPU, Card, find_card
 from launcher.plan import footprint
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, forecast
@@ -249,8 +249,10 @@ def prepare_tuning(
     card = _find_smallest_card(resolved)
     packages = resolved.trainer.packages
     plan = check.require(resolved, output=Path("model"))
-    rows = forecast.row_lengths(plan, packages, forecast.ForecastOptions(row_tokens=row_tokens))
-    shape = footprint.shape_of(plan)
+    rows = forecast.find_row_lengths(
+        plan, packages, forecast.ForecastOptions(row_tokens=row_tokens)
+    )
+    shape = footprint.find_model_shape(plan)
     attention = _resolve_attention(plan, packages)
     levers = Space(
         plan=plan,
@@ -262,14 +264,14 @@ def prepare_tuning(
         attention=attention,
     )
     settings = [TUNE_VERSION, steps, row_tokens, card.name, card.gib]
-    key = [*settings, levers.as_json(), measure.identity(plan, resolved.trainer)]
-    findings = [finding for finding in check.beyond_file(plan) if finding.severity != "note"]
+    key = [*settings, levers.as_json(), measure.identify_measurement(plan, resolved.trainer)]
+    findings = [finding for finding in check.check_plan(plan) if finding.severity != "note"]
     return Tuning(
         resolved=resolved.with_request(stage=plan.stage.options.stage, gpus=plan.gpus),
         space=levers,
         budget_s=budget_s,
         output=output,
-        key=experiment.key_of(key),
+        key=experiment.digest_values(key),
         findings=tuple(findings),
     )
 
@@ -286,7 +288,7 @@ def _find_smallest_card(resolved: Facts) -> Card:
     if chosen is None or not chosen.slots:
         return CPU
     memory = [slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib]
-    return card_of(chosen.slots[0].gpu.name, min(memory, default=None))
+    return find_card(chosen.slots[0].gpu.name, min(memory, default=None))
 
 
 def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
@@ -296,16 +298,16 @@ def _resolve_attention(plan: Plan, packages: Mapping[str, str]) -> str:
     takes_best = plan.values.get("attn_implementation") is None and plan.stage.entry.best_attention
     if takes_best and "flash-attn" not in packages:
         return "sdpa"
-    return footprint.attention_of(plan)
+    return footprint.decide_attention(plan)
 
 
 @contextlib.contextmanager
-def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
+def open_campaign(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     """Open the folder of a search, and restore the trials of an earlier start.
 
     Raises NotReady, as `Campaign.opened` does.
     """
-    root = tuning.request.runs or rundir.runs_root()
+    root = tuning.request.runs or rundir.find_runs_root()
     name = tuning.request.config.stem
     campaign = experiment.Campaign(kind="tune", key=tuning.key, name=name, root=root)
     with campaign.opened(fresh=fresh) as folder:
@@ -483,7 +485,7 @@ def _describe_search(tuning: Tuning) -> list[str]:
     return lines
 
 
-def ending(tuning: Tuning) -> list[str]:
+def describe_ending(tuning: Tuning) -> list[str]:
     best = tuning.chosen
     record = f"trials: {tuning.folder / FILE}"
     if tuning.state == "interrupted":

@@ -93,7 +93,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
 def _build_data_set(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
     path = str(entry.get("path") or "")
     if data_sets.is_file(path):
-        path = data_sets.local_path(path, ledger.recipe)
+        path = data_sets.find_local_path(path, ledger.recipe)
     return DataSet(
         path=path, name=entry.get("name"), split=entry.get("split"), files=entry.get("data_files")
     )
@@ -116,7 +116,7 @@ def _require_forms(
         if str(kind) not in _READ or column not in (None, "messages"):
             unread.append(f"{entry.get('path')} ({kind or column})")
     if unread:
-        needs = data_sets.needed_columns(ledger)
+        needs = data_sets.name_needed_columns(ledger)
         ledger.check(setting, f"`type` is not applied to {', '.join(unread)}: rows need {needs}")
     for entry in entries:
         lost = [f"`{key}`" for key in _LOST_KEYS if entry.get(key)]

@@ -17,8 +17,8 @@ from launcher.stage.conversion.settings import (
     find_near,
     is_off,
     is_on,
+    split_words,
     value_or,
-    words,
 )
 
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
@@ -76,7 +76,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
     data_sets.read_test_size(ledger, mixture, "val_size")
     unknown: list[str] = []
     forms: set[str] = set()
-    for name in words(setting.value):
+    for name in split_words(setting.value):
         entry = info.get(name)
         if isinstance(entry, Mapping):
             data, form = _build_data_set(entry, place, ledger)
@@ -99,7 +99,7 @@ def _carry_data(ledger: ConversionLedger) -> None:
         advice = f"{', '.join(unknown)}: {origin}: write the hub's name, or a file"
         ledger.check(setting, advice)
     elif info and not ledger.kinds:
-        needs = data_sets.needed_columns(ledger)
+        needs = data_sets.name_needed_columns(ledger)
         rows_there = f"rows of the form {' and '.join(sorted(forms))}"
         advice = f"{rows_there}: `launch data convert` makes rows with {needs}"
         ledger.check(setting, advice)
@@ -133,7 +133,7 @@ def _build_data_set(
             data = DataSet(path=str(entry[key]), name=entry.get("subset"), split=split)
             return data, form
     name = str(entry.get("file_name") or "")
-    path = data_sets.local_path(str(Path(folder) / name), ledger.recipe)
+    path = data_sets.find_local_path(str(Path(folder) / name), ledger.recipe)
     return DataSet(path=path, split=split), form
 
 
@@ -174,7 +174,7 @@ def _carry_method(ledger: ConversionLedger) -> None:
     target = ledger.take("lora_target")
     modules = ["all-linear"]
     if target is not None:
-        modules = names.spell("lora_target_modules", str(target.value))
+        modules = names.spell_value("lora_target_modules", str(target.value))
     ledger.carry(target or about, "lora_target_modules", modules)
     ledger.carry(about, "dtype", "bfloat16", note="the base model's type there")
 
@@ -193,7 +193,7 @@ def _carry_method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -
         if isinstance(content.get(key), int | float):
             ledger.carry(setting, target, content[key])
     if content.get("target_modules"):
-        modules = names.spell("lora_target_modules", content["target_modules"])
+        modules = names.spell_value("lora_target_modules", content["target_modules"])
         ledger.carry(setting, "lora_target_modules", modules)
 
 
@@ -215,7 +215,7 @@ def _carry_attention(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     if str(setting.value) in ("fa2", "fa3", "sdpa", "disabled"):
-        value = names.spell("attn_implementation", setting.value)
+        value = names.spell_value("attn_implementation", setting.value)
         ledger.carry(setting, "attn_implementation", value)
     else:
         ledger.leave(setting, "the model's default attention", matters=False)

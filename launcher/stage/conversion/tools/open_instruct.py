@@ -73,7 +73,7 @@ def _list_mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
         return listed
     path = str(setting.value)
     if data_sets.is_file(path):
-        path = data_sets.local_path(path, ledger.recipe)
+        path = data_sets.find_local_path(path, ledger.recipe)
         path = local_rows.find_readable(path, setting, ledger)
     return [path, 1.0]
 

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, sharding, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Recipe, is_on, words
+from launcher.stage.conversion.settings import Recipe, is_on, split_words
 from launcher.stage.options import Batch
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
@@ -105,7 +105,7 @@ def _carry_openrlhf_data(ledger: ConversionLedger) -> None:
     if split is not None:
         name_of_split = str(split.value)
         mixture.also.append(split)
-    for text in words(setting.value):
+    for text in split_words(setting.value):
         path, _, _ = text.partition("@")
         mixture.sets.append(DataSet(path=path, split=name_of_split))
     data_sets.limit_rows(ledger, mixture, "max_samples")
@@ -173,7 +173,7 @@ def _carry_swift_data(ledger: ConversionLedger) -> None:
     for text in values:
         data = data_sets.parse_data_set(str(text))
         if data_sets.is_file(data.path):
-            data = replace(data, path=data_sets.local_path(data.path, ledger.recipe))
+            data = replace(data, path=data_sets.find_local_path(data.path, ledger.recipe))
         mixture.sets.append(data)
     data_sets.carry_sets(ledger, mixture)
     advice = "TRL needs `messages`, or pairs; `launch data convert` makes them"
@@ -229,8 +229,8 @@ def _carry_verl_data(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     mixture = SourceData(setting=setting)
-    for path in words(str(setting.value).strip("[]")):
-        local = data_sets.local_path(path.strip("'\""), ledger.recipe)
+    for path in split_words(str(setting.value).strip("[]")):
+        local = data_sets.find_local_path(path.strip("'\""), ledger.recipe)
         mixture.sets.append(DataSet(path=local))
     data_sets.carry_sets(ledger, mixture)
     sides = ("prompt", "response")

@@ -10,7 +10,14 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, value_or, words
+from launcher.stage.conversion.settings import (
+    Recipe,
+    SourceSetting,
+    is_off,
+    is_on,
+    split_words,
+    value_or,
+)
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 REASONS: Mapping[str, str] = {
@@ -77,7 +84,7 @@ def _carry_sets(ledger: ConversionLedger) -> None:
     if named is None or not isinstance(named.value, str):
         return
     if data_sets.is_file(named.value):
-        path = data_sets.local_path(named.value, ledger.recipe)
+        path = data_sets.find_local_path(named.value, ledger.recipe)
         data = DataSet(path=path)
         data_sets.carry_sets(ledger, SourceData(setting=named, sets=[data]))
 
@@ -130,9 +137,9 @@ def _carry_mixer(ledger: ConversionLedger) -> None:
         return
     splits = ledger.take("dataset_splits")
     configs = ledger.take("dataset_configs")
-    split_names = words(value_or(splits, ["train", "test"]))
+    split_names = split_words(value_or(splits, ["train", "test"]))
     train = _choose_train_splits(split_names)
-    config_names: list[str | None] = [*words(value_or(configs, []))]
+    config_names: list[str | None] = [*split_words(value_or(configs, []))]
     mixture = SourceData(setting=setting)
     for (path, share), config in itertools.zip_longest(setting.value.items(), config_names):
         for split in train:
@@ -197,17 +204,17 @@ def convert_own(ledger: ConversionLedger) -> None:
 def _carry_own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     values = setting.value
     if not isinstance(values, list):
-        values = words(str(values).strip("[]"))
+        values = split_words(str(values).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
     # the split to train on and, if there is one, the split to evaluate on
-    train, test, *_ = [*words(value_or(splits, [])), None, None]
+    train, test, *_ = [*split_words(value_or(splits, [])), None, None]
     mixture = SourceData(setting=setting)
     for value in values:
         if isinstance(value, Mapping):
             value = value.get("path")
         path = str(value)
         if data_sets.is_file(path):
-            path = data_sets.local_path(path, ledger.recipe)
+            path = data_sets.find_local_path(path, ledger.recipe)
         mixture.sets.append(DataSet(path=path, split=train))
     if _evaluates(ledger):
         mixture.test_split = test

@@ -181,7 +181,7 @@ def append(rows: Any, further: list[Any]) -> Any:
     if not listed:
         return rows
     for row in further:
-        if without_nulls(row) in map(without_nulls, listed):
+        if drop_nulls(row) in map(drop_nulls, listed):
             continue
         try:
             rows = datasets.Dataset.from_list([*listed, row])
@@ -192,10 +192,10 @@ def append(rows: Any, further: list[Any]) -> Any:
     return rows
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """A value without the nulls of absent keys, which a data set adds."""
     if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+        return {key: drop_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
+        return [drop_nulls(entry) for entry in value]
     return value

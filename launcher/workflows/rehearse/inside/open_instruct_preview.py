@@ -36,13 +36,13 @@ def look(
     prepare = transformation.get_cached_dataset_tulu
 
     def look_at_rows(**kwargs: Any) -> Any:
-        views = views_of(script, arguments, loader, kwargs)
+        views = list_views(script, arguments, loader, kwargs)
         response.phase = "data"
-        preview.finish(views, loader, request, template_of(kwargs["tc"]))
+        preview.finish(views, loader, request, describe_template(kwargs["tc"]))
 
     replace_everywhere("open_instruct", "get_cached_dataset_tulu", prepare, look_at_rows)
     name = tokenizer.tokenizer_name_or_path or arguments.model_name_or_path
-    tokenizer.tokenizer_name_or_path = preview.model_folder(request, response, str(name))
+    tokenizer.tokenizer_name_or_path = preview.prepare_model_folder(request, response, str(name))
     # a revision is that of the folder
     tokenizer.tokenizer_revision = None
     adapt(script, request)
@@ -50,7 +50,7 @@ def look(
     call_trainer(script.main, arguments, tokenizer)
 
 
-def views_of(script: Any, arguments: Any, loader: SampledRows, kwargs: Any) -> list[PreparedSet]:
+def list_views(script: Any, arguments: Any, loader: SampledRows, kwargs: Any) -> list[PreparedSet]:
     """A view of each set of the mixture."""
     import open_instruct.dataset_transformation as transformation
 
@@ -66,7 +66,7 @@ def views_of(script: Any, arguments: Any, loader: SampledRows, kwargs: Any) -> l
             options[name] = kwargs[name]
     configs = call_trainer(load, **options)
     facts = kwargs["tc"]
-    collator = collator_of(script, arguments, facts.tokenizer)
+    collator = make_collator(script, arguments, facts.tokenizer)
     views = []
     for config, loaded in zip(configs, loader.sets, strict=True):
         views.append(view_of(config, loaded.rows, facts, collator, arguments.max_seq_length))
@@ -131,7 +131,7 @@ def is_map(name: str) -> bool:
     return bool(kind == "map")
 
 
-def collator_of(script: Any, arguments: Any, tokenizer: Any) -> Any:
+def make_collator(script: Any, arguments: Any, tokenizer: Any) -> Any:
     """The collator that the script makes for these arguments (finetune.py::main[if args.packing],
     dpo_tune_cache.py::main[if args.packing]).
     """
@@ -148,7 +148,7 @@ def collator_of(script: Any, arguments: Any, tokenizer: Any) -> Any:
     return kind(tokenizer=tokenizer, model=None, padding="longest")
 
 
-def template_of(facts: Any) -> TemplateFacts:
+def describe_template(facts: Any) -> TemplateFacts:
     """The chat template: which one it is, and whether it stands in for one that is not there."""
     import open_instruct.dataset_transformation as transformation
 

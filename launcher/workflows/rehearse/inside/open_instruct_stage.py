@@ -89,7 +89,7 @@ def run(request: ServerRequest, response: ServerResponse) -> None:
     use_small_model(arguments, tokenizer, request)
     adapt(script, request)
     response.phase = "construct"
-    with steps.losses(response) as losses:
+    with steps.record_losses(response) as losses:
         call_trainer(script.main, arguments, tokenizer)
     response.losses = losses
     if any(getattr(arguments, switch, False) for switch in request.script.ends_after):
@@ -136,7 +136,7 @@ def limit_sets(most: int) -> None:
     """Take at most so many rows of a set, or all that were loaded of it; no network."""
     import open_instruct.dataset_transformation as transformation
 
-    transformation.get_commit_hash = constant("0" * 40)
+    transformation.get_commit_hash = return_constant("0" * 40)
     update = transformation.DatasetConfig.update_range
 
     def update_range(config: Any, dataset_range: int) -> Any:
@@ -175,16 +175,16 @@ def supply_for_cpu() -> None:
 
     for name in ("max_memory_allocated", "max_memory_reserved", "current_device", "set_device"):
         # one function a name: torch.compile's own table refuses one object under two of its names
-        setattr(torch.cuda, name, constant(0))
+        setattr(torch.cuda, name, return_constant(0))
     properties = type("Properties", (), {"name": "cpu", "total_memory": 1})
-    torch.cuda.get_device_properties = constant(properties)
-    utils.ModelDims.calculate_mfu = constant(0.0)
-    utils.ModelDims.approximate_learner_utilization = constant({"mfu": 0.0})
+    torch.cuda.get_device_properties = return_constant(properties)
+    utils.ModelDims.calculate_mfu = return_constant(0.0)
+    utils.ModelDims.approximate_learner_utilization = return_constant({"mfu": 0.0})
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def constant(value: Any) -> Callable[..., Any]:
+def return_constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
@@ -215,10 +215,10 @@ def shrink_olmo_core(script: Any) -> None:
     # it would ask for NCCL beside gloo; the process group of one process is there
     prepare = script.train.prepare_training_environment
     for package in ("open_instruct", "olmo_core"):
-        replace_everywhere(package, "prepare_training_environment", prepare, constant(None))
+        replace_everywhere(package, "prepare_training_environment", prepare, return_constant(None))
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NUM_NODES="1")
     for name in ("pre_train", "pre_step", "post_step"):
-        setattr(gpu_memory_monitor.GPUMemoryMonitorCallback, name, constant(None))
+        setattr(gpu_memory_monitor.GPUMemoryMonitorCallback, name, return_constant(None))
 
 
 def shrink_block(block: Any) -> None:

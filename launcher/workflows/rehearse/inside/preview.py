@@ -18,7 +18,7 @@ from .records import (
     TemplateFacts,
 )
 from .sampling import ROW, Absent, SampledRows
-from .sections import Renderer, Strand, strands_of
+from .sections import Renderer, Strand, split_strands
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 
@@ -52,9 +52,9 @@ def until_finished(response: ServerResponse) -> Iterator[None]:
         pass
 
 
-def model_folder(request: ServerRequest, response: ServerResponse, name: str) -> str:
+def prepare_model_folder(request: ServerRequest, response: ServerResponse, name: str) -> str:
     """A folder with a model's tokenizer and a config. Raises Absent without a tokenizer."""
-    source = shrink.source_folder(name, request.revision)
+    source = shrink.find_source_folder(name, request.revision)
     if source is None or not holds_tokenizer(source):
         raise Absent("tokenizer", name)
     if os.path.isfile(os.path.join(source, "config.json")):
@@ -63,7 +63,7 @@ def model_folder(request: ServerRequest, response: ServerResponse, name: str) ->
 
     os.makedirs(request.out)
     shrink.copy_small_files(source, request.out)
-    config = shrink.config_of_shape(request.shape)
+    config = shrink.make_config(request.shape)
     config.architectures = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(request.out)
     response.notes.append(("config", name))
@@ -102,10 +102,10 @@ class PreparedSet:
     packs: bool = False
 
     def whole_strands(self, row: Any) -> list[Strand]:
-        return strands_of(self.collate(row, limited=False))
+        return split_strands(self.collate(row, limited=False))
 
     def kept_strands(self, row: Any) -> list[Strand]:
-        return strands_of(self.collate(row, limited=True))
+        return split_strands(self.collate(row, limited=True))
 
     def count(self) -> RowCounts:
         """What becomes of the selected rows, in numbers. Raises what the trainer raises."""
@@ -241,7 +241,7 @@ def finish(
             counts.append(view.count())
         except Exception as error:
             faults.append((error, view.first_refused()))
-    for number in numbers_to_show(views, request):
+    for number in choose_numbers(views, request):
         for view in views:
             try:
                 rows += view.show(number)
@@ -262,7 +262,7 @@ def finish(
     raise faults[0][0] if faults else Finished
 
 
-def numbers_to_show(views: list[PreparedSet], request: ServerRequest) -> Sequence[int]:
+def choose_numbers(views: list[PreparedSet], request: ServerRequest) -> Sequence[int]:
     """The rows that the request names, or the first ones that are trained on."""
     if request.numbers:
         return request.numbers

@@ -31,10 +31,10 @@ def prepare_in_process() -> None:
     select = datasets.Dataset.filter
 
     def map_here(*args: Any, **kwargs: Any) -> Any:
-        return pass_on(transform, *args, **without_processes(kwargs))
+        return pass_on(transform, *args, **drop_processes(kwargs))
 
     def filter_here(rows: Any, function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        result = pass_on(select, rows, function, *args, **without_processes(kwargs))
+        result = pass_on(select, rows, function, *args, **drop_processes(kwargs))
         what = kwargs.get("desc") or getattr(function, "__name__", "")
         if len(result) < len(rows):
             DROPPING.append(FilterPass(before=len(rows), after=len(result), what=str(what)))
@@ -44,7 +44,7 @@ def prepare_in_process() -> None:
     datasets.Dataset.filter = filter_here
 
 
-def without_processes(options: Any) -> Any:
+def drop_processes(options: Any) -> Any:
     """Options of `map` or `filter`; a wrong number of processes is left for them to refuse."""
     count = options.get("num_proc")
     if isinstance(count, int) and count > 0:
@@ -87,8 +87,8 @@ def describe(data: Any, limit: int | None, special: dict[str, int], rows: Prepar
     rows.rows = len(data)
     rows.present = dict.fromkeys(special, 0)
     for row in data:
-        lists = lists_of(row)
-        sequences = token_sequences(lists)
+        lists = take_lists(row)
+        sequences = list_token_sequences(lists)
         length = max(map(len, sequences), default=0)
         trained = count_trained(lists)
         rows.tokens += length
@@ -106,7 +106,7 @@ def describe(data: Any, limit: int | None, special: dict[str, int], rows: Prepar
 Lists = dict[str, list[Any]]
 
 
-def lists_of(row: Any) -> Lists:
+def take_lists(row: Any) -> Lists:
     """The columns of a row that hold lists or tensors."""
     lists = {}
     for name, value in row.items():
@@ -117,7 +117,7 @@ def lists_of(row: Any) -> Lists:
     return lists
 
 
-def token_sequences(lists: Lists) -> list[list[int]]:
+def list_token_sequences(lists: Lists) -> list[list[int]]:
     prompt = lists.get("prompt_ids", [])
     for names in _TOKENS_OF:
         if all(name in lists for name in names):

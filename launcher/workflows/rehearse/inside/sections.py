@@ -30,23 +30,23 @@ class Mark:
     differs: bool | None = None
 
 
-def strands_of(batch: Any) -> list[Strand]:
+def split_strands(batch: Any) -> list[Strand]:
     """The sequences of a batch of one row, without padding."""
     if "chosen_input_ids" in batch:
-        return [labelled_strand(batch, name, f"{name}_") for name in ("chosen", "rejected")]
+        return [make_labelled_strand(batch, name, f"{name}_") for name in ("chosen", "rejected")]
     if "completion_mask" in batch:
-        return [masked_strand(batch, "chosen", 0), masked_strand(batch, "rejected", 1)]
-    return [labelled_strand(batch, "text", "")]
+        return [make_masked_strand(batch, "chosen", 0), make_masked_strand(batch, "rejected", 1)]
+    return [make_labelled_strand(batch, "text", "")]
 
 
-def masked_strand(batch: Any, name: str, place: int) -> Strand:
+def make_masked_strand(batch: Any, name: str, place: int) -> Strand:
     count = int(batch["attention_mask"][place].sum())
     ids = batch["input_ids"][place][:count].tolist()
     mask = batch["completion_mask"][place][:count].tolist()
     return Strand(name, ids, [bool(bit) for bit in mask])
 
 
-def labelled_strand(batch: Any, name: str, prefix: str) -> Strand:
+def make_labelled_strand(batch: Any, name: str, prefix: str) -> Strand:
     ids = batch[f"{prefix}input_ids"][0]
     labels = batch[f"{prefix}labels"][0]
     attended = batch.get(f"{prefix}attention_mask")
@@ -80,9 +80,9 @@ class Renderer:
     ) -> tuple[list[RowSection], PairDifference]:
         """Prompt, chosen and rejected: the prompt ends before the first trained token."""
         chosen, rejected = whole
-        start = common_length(chosen.ids, rejected.ids)
-        prompt = min(start, first_trained(chosen), first_trained(rejected))
-        end = common_length(chosen.ids[start:][::-1], rejected.ids[start:][::-1])
+        start = count_common(chosen.ids, rejected.ids)
+        prompt = min(start, find_first_trained(chosen), find_first_trained(rejected))
+        end = count_common(chosen.ids[start:][::-1], rejected.ids[start:][::-1])
         sections = {name: RowSection(name=name) for name in ("prompt", "chosen", "rejected")}
         # the prompt is shown once: as chosen has it
         for full, left in ((rejected, kept[1]), (chosen, kept[0])):
@@ -166,7 +166,7 @@ def count_piece(section: RowSection, piece: RowPiece, cut_at: str) -> None:
         section.trained += piece.tokens
 
 
-def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+def count_common(left: Sequence[int], right: Sequence[int]) -> int:
     """How many tokens are the same at the start."""
     count = 0
     for left_id, right_id in zip(left, right, strict=False):
@@ -176,7 +176,7 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return count
 
 
-def first_trained(strand: Strand) -> int:
+def find_first_trained(strand: Strand) -> int:
     if True in strand.trained:
         return strand.trained.index(True)
     return len(strand.trained)

@@ -66,7 +66,7 @@ def run(request: ServerRequest, response: ServerResponse) -> None:
     """Make the small model of a request; notes say what of it is not the run's own."""
     response.phase = "shrink"
     name = str(request.model)
-    folder = source_folder(name, request.revision)
+    folder = find_source_folder(name, request.revision)
     if folder is None:
         response.notes.append(("model", name))
     if make(folder, request.out, request.shape):
@@ -78,7 +78,7 @@ def run(request: ServerRequest, response: ServerResponse) -> None:
         response.special[tokenizer.eos_token] = tokenizer.eos_token_id
 
 
-def source_folder(name: str, revision: str | None) -> str | None:
+def find_source_folder(name: str, revision: str | None) -> str | None:
     """The folder of a model's files, also in the hub's cache; None where it is not here."""
     if os.path.isdir(name):
         return name
@@ -103,7 +103,7 @@ def make(folder: str | None, out: str, shape: dict[str, Any]) -> bool:
     if os.path.isfile(os.path.join(out, "config.json")):
         config = transformers.AutoConfig.from_pretrained(out)
     else:
-        config = config_of_shape(shape)
+        config = make_config(shape)
     has_tokenizer = any(name.startswith("tokenizer") for name in os.listdir(out))
     if not has_tokenizer:
         config.vocab_size = write_tokenizer(out, config.model_type)
@@ -113,7 +113,7 @@ def make(folder: str | None, out: str, shape: dict[str, Any]) -> bool:
     return not has_tokenizer
 
 
-def config_of_shape(shape: dict[str, Any]) -> Any:
+def make_config(shape: dict[str, Any]) -> Any:
     import transformers
 
     sizes = dict(shape)
@@ -189,7 +189,7 @@ def cut_layers(part: Any) -> None:
     Where a config computes the kinds from their places, as many layers as it takes to meet each of
     them.
     """
-    kinds = layer_kinds(part)
+    kinds = list_layer_kinds(part)
     first: dict[str, int] = {}
     for place, kind in enumerate(kinds):
         first.setdefault(kind, place)
@@ -204,12 +204,12 @@ def cut_layers(part: Any) -> None:
         listed = get(part, name)
         if isinstance(listed, list) and len(listed) > max(1, *kept):
             put(part, name, [listed[place] for place in kept])
-    if not first.keys() <= set(layer_kinds(part)):
+    if not first.keys() <= set(list_layer_kinds(part)):
         for name in LAYERS:
             put(part, name, min(kept[-1] + 1, _MOST_LAYERS))
 
 
-def layer_kinds(part: Any) -> list[str]:
+def list_layer_kinds(part: Any) -> list[str]:
     return list(get(part, "layer_types") or get(part, "layers_block_type") or ())
 
 

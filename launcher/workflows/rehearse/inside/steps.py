@@ -18,7 +18,7 @@ BLOWN_UP = 1e3
 
 
 @contextlib.contextmanager
-def losses(response: ServerResponse) -> Iterator[list[float]]:
+def record_losses(response: ServerResponse) -> Iterator[list[float]]:
     """The loss of every optimizer step; from the first backward pass on the phase is `train`.
 
     A step minimises the sum of what its backward passes begin with: where a trainer accumulates,
@@ -108,7 +108,7 @@ def make_comparable(old: Any, new: Any) -> tuple[Any, Any]:
     return old[common], new[common]
 
 
-def weights(folder: str) -> dict[str, Any]:
+def read_weights(folder: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     tensors: dict[str, Any] = {}
@@ -123,14 +123,14 @@ def holds_adapter(folder: str) -> bool:
 
 def require_trained(folder: str, start: str) -> None:
     """Raise Refused if `folder` holds no model, one without numbers, or still that of `start`."""
-    now = weights(folder)
+    now = read_weights(folder)
     if not now:
         raise Refused("no model was saved")
     if holds_adapter(folder):
         # what is added to the model begins at 0
         before = {name: tensor * 0 for name, tensor in now.items() if "lora_B" in name}
     else:
-        before = weights(start)
+        before = read_weights(start)
     require_moved(before, now)
 
 

@@ -32,7 +32,7 @@ def look(
             entry.columns = [*entry.columns, ROW]
     loader = SampledRows(request, response, data.dataset_train_split)
     loader.install("trl")
-    model.model_name_or_path = preview.model_folder(
+    model.model_name_or_path = preview.prepare_model_folder(
         request, response, str(model.model_name_or_path)
     )
     # none of them changes a row
@@ -79,7 +79,7 @@ def look_instead_of_training(kind: Any, loader: SampledRows, request: ServerRequ
 
     def look(trainer: Any, *_: Any, **__: Any) -> None:
         view = view_of(trainer, prepare, calls)
-        preview.finish([view], loader, request, template_of(trainer, view))
+        preview.finish([view], loader, request, describe_template(trainer, view))
 
     kind._prepare_dataset = remember
     kind.train = look
@@ -121,7 +121,7 @@ def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> 
     )
 
 
-def template_of(trainer: Any, view: PreparedSet) -> TemplateFacts:
+def describe_template(trainer: Any, view: PreparedSet) -> TemplateFacts:
     """The chat template: whose it is, and whether these rows go through it."""
     from trl import data_utils
 

@@ -38,7 +38,7 @@ def run(request: ServerRequest, response: ServerResponse) -> None:
     model.model_name_or_path = request.model
     response.phase = "construct"
     watch(getattr(trl, request.script.trainer), request, response)
-    with steps.losses(response) as losses:
+    with steps.record_losses(response) as losses:
         call_trainer(script.main, *parts)
     response.losses = losses
     response.phase = "train"
@@ -52,12 +52,12 @@ def parse(request: ServerRequest) -> tuple[Any, tuple[Any, ...]]:
     """The script of a request, and what its parser makes of the words."""
     script: Any = importlib.import_module(request.script.module)
     parser = call_trainer(script.make_parser)
-    words = [*config_words(request), *request.words]
+    words = [*write_config_words(request), *request.words]
     parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
     return script, parts
 
 
-def config_words(request: ServerRequest) -> list[str]:
+def write_config_words(request: ServerRequest) -> list[str]:
     """Write a config file with the arguments that no flag can carry; returns its flag."""
     if not request.config:
         return []
@@ -73,7 +73,7 @@ def watch(kind: Any, request: ServerRequest, response: ServerResponse) -> None:
     """Describe the trainer's prepared rows, and let it train two steps, evaluate and save."""
     train = kind.train
     save = kind.save_model
-    callback = last_step_callback(response)
+    callback = make_last_step_callback(response)
 
     def train_two_steps(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         limit = getattr(trainer.args, "max_length", None)
@@ -98,7 +98,7 @@ def watch(kind: Any, request: ServerRequest, response: ServerResponse) -> None:
     kind.save_model = save_model
 
 
-def last_step_callback(response: ServerResponse) -> Any:
+def make_last_step_callback(response: ServerResponse) -> Any:
     """A class of callbacks: stop after two steps, evaluate and save if the stage does."""
     from transformers import TrainerCallback
 

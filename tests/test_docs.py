@@ -34,7 +34,7 @@ DATA_PAGE = ROOT / "docs" / "data.md"
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 MAKERS = """
 say bad _stop _add _missing _usage usage _said _say _fault complain Finding said _error not_ready
-refused launch_finding
+refuse_file report_misplaced launch_finding
 """.split()
 """Functions that take a finding's code as a plain argument."""
 

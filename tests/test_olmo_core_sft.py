@@ -348,11 +348,11 @@ def test_a_batch_with_document_lengths_is_read_like_any_other() -> None:
         "max_doc_lens": [3],
     }
 
-    batch = probe_packing.facts_by_lengths(torch.tensor([ids]), kwargs)
-    assert batch["labels"].tolist() == [labels]
-    assert batch["position_ids"].tolist() == [positions]
+    batch = probe_packing.read_batch(torch.tensor([ids]), kwargs)
+    assert batch.labels.tolist() == [labels]
+    assert batch.positions.tolist() == [positions]
     del kwargs["doc_lens"], kwargs["max_doc_lens"]
-    assert probe_packing.facts_by_lengths(torch.tensor([ids]), kwargs) == {}
+    assert probe_packing.read_batch(torch.tensor([ids]), kwargs).positions is None
 
 
 class SupplyLog:
@@ -415,19 +415,19 @@ def test_wrong_weights_are_known_by_their_logits() -> None:
     trained = torch.nn.Embedding(16, 16)
     exported = Saved(16, 16)
     exported.load_state_dict(trained.state_dict())
-    assert exporting.compare(trained, exported, 16) == 0.0
+    assert exporting.measure_difference(trained, exported, 16) == 0.0
     with torch.no_grad():
         # as where two of its rows were exchanged
         exported.weight[[3, 4]] = exported.weight[[4, 3]]
-    assert exporting.compare(trained, exported, 16) > exporting.WITHIN
+    assert exporting.measure_difference(trained, exported, 16) > exporting.WITHIN
 
 
 def test_the_newest_checkpoint_is_exported(tmp_path: Path) -> None:
     exporting = load_exporting()
     for name in ("step0", "step9", "step12", "step12-tmp", "hf_model"):
         (tmp_path / name).mkdir()
-    assert exporting.newest(str(tmp_path)) == str(tmp_path / "step12")
-    assert exporting.newest(str(tmp_path / "step0")) is None
+    assert exporting.find_newest_checkpoint(str(tmp_path)) == str(tmp_path / "step12")
+    assert exporting.find_newest_checkpoint(str(tmp_path / "step0")) is None
 
 
 @pytest.mark.parametrize(("final_save", "calls"), [(True, ["save", "remove"]), (False, [])])

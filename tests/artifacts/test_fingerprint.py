@@ -273,7 +273,7 @@ ON_ONE_PROCESSOR = """
 import os, sys
 from launcher.artifacts.fingerprint import *
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-print(of_file(Path(sys.argv[1])).digest)
+print(fingerprint_file(Path(sys.argv[1])).digest)
 """
 
 

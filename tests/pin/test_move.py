@@ -228,9 +228,9 @@ def review(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reviewer:
         for number, (name, place) in enumerate(PLACES.items(), 1):
             rules.append(rule_about(name, place, confirmed))
             citing.append(Citing("launcher/rules/a.py", number, place))
-        monkeypatch.setattr(reviews, "rules_of", lambda _: rules)
+        monkeypatch.setattr(reviews, "list_rules", lambda _: rules)
         monkeypatch.setattr(cited, "list_rules", lambda _: rules)
-        monkeypatch.setattr(reviews, "commits_of_rules", lambda: (before, *confirmed))
+        monkeypatch.setattr(reviews, "list_commits_of_rules", lambda: (before, *confirmed))
         return reviews.review(citing, trees, (before, after), later)
 
     return review_move

@@ -291,7 +291,7 @@ MATRIX = """
 
     def stays_apart(model, batch, more):
         call = packing.Call((model,), {**batch, **more})
-        pair = packing.cut_two_samples(call, packing.batch_of(batch["input_ids"], batch))
+        pair = packing.cut_two_samples(call, packing.read_batch(batch["input_ids"], batch))
         before, after = packing.measure_leak(model, pair)
         assert model.training and all(p.grad is None for p in model.parameters())
         return before == after

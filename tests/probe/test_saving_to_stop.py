@@ -54,7 +54,7 @@ def ranks_of(watching: Any, patch: pytest.MonkeyPatch, *outs: Path) -> list[Any]
         ranks.append(probe_of(watching, out, rank, len(outs)).preemption)
     store = Store()
     module = sys.modules[type(ranks[0]).__module__]
-    patch.setattr(module, "key_value_store", lambda: store)
+    patch.setattr(module, "find_store", lambda: store)
     return ranks
 
 

@@ -177,7 +177,7 @@ def test_a_manifest_records_the_command_and_what_is_expected(root: Path) -> None
 
 def test_expectations_follow_from_the_arguments() -> None:
     plan = make_plan(load_stage(CONFIGS / "tulu" / "sft_qwen7b.yaml"), 8)
-    assert manifest.expectations(plan) == {
+    assert manifest.list_expectations(plan) == {
         "loss": "finite",
         "memory": "ok",
         "finish": "completed",

@@ -302,6 +302,9 @@ class Sleeper:
             stdout=null,
             stderr=null,
         )
+        # the kernel closes the pipe that Popen waits for before it shows the new environment
+        while process.read_variable(self.child.pid, process.MARK) is None:
+            time.sleep(0.001)
         record = {
             **process.identify(self.child.pid).as_json(),
             "mark": str(self.folder.path),

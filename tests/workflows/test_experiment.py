@@ -213,7 +213,7 @@ start.begin = begin_and_terminate
 config, python = map(Path, sys.argv[1:])
 request = Request(stage="sft", config=config, gpus=0, python=python)
 try:
-    experiment.of_prepared(prepare.prepare_start(request, Scope.START))
+    experiment.run_prepared(prepare.prepare_start(request, Scope.START))
 except KeyboardInterrupt:
     print("interrupted")
 """

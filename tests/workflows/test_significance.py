@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.workflows.bench.comparison import SPEED, Sample, test_speed
+from launcher.workflows.bench.comparison import SPEED, Sample, compare_speed
 from launcher.workflows.bench.significance import ERROR, compute_chance
 
 STEPS = 16
@@ -66,7 +66,7 @@ def as_sample(pace: Sequence[float]) -> Sample:
 def test_one_run_of_each_has_to_be_ahead_at_nearly_all_steps(
     pace: list[float], standing: str
 ) -> None:
-    test = test_speed([as_sample(pace)], [as_sample([1.0] * STEPS)])
+    test = compare_speed([as_sample(pace)], [as_sample([1.0] * STEPS)])
     assert test is not None
     assert test.standing == standing
 

@@ -305,7 +305,7 @@ def _read_weights(folder: str) -> list[dict[str, object]]:
     """Name, size and digest of each file with weights, as the event `saved_model` has them."""
     digest = load_digest_module()
     files = []
-    for name in digest.weights(folder):
+    for name in digest.list_weights(folder):
         content, _ = digest.read_content(Path(folder, name))
         files.append(
             {"name": name, "size": content.size, "method": content.method, "digest": content.digest}

@@ -334,7 +334,7 @@ def _compare_to_first(row: VariantSummary, first: VariantSummary) -> VariantSumm
     first_loss = first.median(LOSS)
     if loss is not None and first_loss:
         row = replace(row, loss_change=(loss - first_loss) / abs(first_loss))
-    test = test_speed(row.samples, first.samples)
+    test = compare_speed(row.samples, first.samples)
     if test is None:
         return row
     return replace(
@@ -480,7 +480,7 @@ def _average_late_losses(runs: Iterable[Sample], length: int) -> list[float]:
     return means
 
 
-def test_speed(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
+def compare_speed(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
     """How fast runs are beside those of `base`, as `compare` says. None without a speed of both."""
     timed = _select_timed(runs)
     base_timed = _select_timed(base)

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

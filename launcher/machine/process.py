@@ -103,7 +103,7 @@ def identify(pid: int) -> Identity:
 
 
 def parse_identity(content: object) -> Identity | None:
-    """What `as_json` wrote; None if it is incomplete."""
+    """A process as `Identity.as_json` describes it; None if that is damaged."""
     try:
         identity = codec.read_record(Identity, content)
     except Misfit:

@@ -120,7 +120,10 @@ def _find_system_fault(output: Path) -> str | None:
 
 
 def _list_machine_places() -> Iterator[Place]:
-    """The folders that hold what is worth more than a model. Never those of the runs below them."""
+    """The folders that no run may overwrite or delete, whatever it trains.
+
+    With `below`, nor anything inside them; the others may hold output folders.
+    """
     try:
         yield Place(path=Path.cwd(), name="the working folder")
     except OSError:

@@ -147,7 +147,7 @@ def choose_folder(
     if output is not None:
         # redacted, as in the manifest
         wanted = resolve_path(Path(redact(str(output))))
-        for folder in _find_runs_into(wanted, root):
+        for folder in _find_runs_of_output(wanted, root):
             manifest = read_manifest(folder)
             if manifest.stage != stage or manifest.output is None:
                 continue
@@ -156,8 +156,8 @@ def choose_folder(
     return free_folder(root, stage, name), 1
 
 
-def _find_runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
-    """The runs that may have trained into a canonical folder, newest first."""
+def _find_runs_of_output(output: Path, root: Path) -> Iterator[RunFolder]:
+    """The runs that may have trained into an output folder (without links), newest first."""
     for summary in summarize(list_newest_first(root)):
         if summary.output is None:
             continue

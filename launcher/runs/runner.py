@@ -646,8 +646,8 @@ def end_orphans(folder: RunFolder, grace: Grace, attempt: int) -> None:
 def _find_trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
     """The processes that a stop may end: those with the mark of this run, and what they started.
 
-    Those that `process.json` names are added if nobody else can have written it and they are what
-    it says: the leader by its mark, the supervisor by its command line.
+    The leader and the supervisor that `process.json` names are added if nobody else can have
+    written that file, and they are still the processes that it describes.
     """
     if find_reason_to_distrust(folder) is not None:
         return ProcessTree(None, str(folder.path))

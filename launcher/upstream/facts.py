@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORM = 4
 """Of the JSON; part of a cache entry's name."""
 
-Facts = Mapping[str, Any]
+FactsRecord = Mapping[str, Any]
 
 
 def read_facts(
@@ -195,7 +195,11 @@ def _read_models(
 
 
 def build_schema(
-    facts: Facts, backend: Backend, stage: str, source: Literal["source", "snapshot"], version: str
+    facts: FactsRecord,
+    backend: Backend,
+    stage: str,
+    source: Literal["source", "snapshot"],
+    version: str,
 ) -> Schema:
     """The `Schema` of one entry script (`stage` is its key in `STAGES`).
 
@@ -255,7 +259,7 @@ def _path_as_json(path: ScriptPath) -> dict[str, object]:
     return {"reads": reads, "shadows": shadows, "refusals": refusals}
 
 
-def _path_from_json(data: Facts) -> ScriptPath:
+def _path_from_json(data: FactsRecord) -> ScriptPath:
     reads = {}
     for name, places in data.get("reads", {}).items():
         reads[name] = tuple(Read(where, tuple(when)) for where, *when in places)
@@ -298,14 +302,14 @@ def read_cached_facts(
     return fresh
 
 
-def _answers(kept: Facts, stage: str) -> bool:
+def _answers(kept: FactsRecord, stage: str) -> bool:
     """Whether a cache entry holds what was read of a stage, or why nothing could be."""
     if stage in kept["unreadable"]:
         return True
     return stage in kept["stages"] and bool(kept["files"])
 
 
-def _is_current(kept: Facts, trees: Mapping[str, Tree]) -> bool:
+def _is_current(kept: FactsRecord, trees: Mapping[str, Tree]) -> bool:
     """Whether the files that were read are the same, and those that lacked still lack."""
     if any(digest(trees, label) is not None for label in kept["absent"]):
         return False

@@ -308,9 +308,10 @@ def merge_attempts(attempts: Sequence[Evidence]) -> Evidence:
 
 
 def _add_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence:
-    """The last attempt; if it only saved the model, with the steps of the one that trained it.
+    """The last attempt, with the steps of an earlier one if it trained none itself.
 
-    It was resumed from the last step of all then, and had none left to train.
+    An attempt that was resumed from the very last step only saves the model. Its verdict is about
+    the steps of the attempt that trained that model.
     """
     probe = last.probe
     if probe is None or probe.last_step is not None or not last.events("resumed"):
@@ -324,7 +325,7 @@ def _add_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence:
     for rank in ranks.keys() & trained.keys():
         before = trained[rank]
         record = ranks[rank]
-        # one file holds both, and the lines of the later attempt are the higher ones
+        # both are in one file of the probe, in this order
         events = before.events + record.events
         ranks[rank] = replace(record, events=events, steps=before.steps)
     return replace(last, probe=ProbeRecords(ranks=ranks))

@@ -56,10 +56,11 @@ class Campaign:
 
     @contextlib.contextmanager
     def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
-        """Its folder, `<UTC time>-<kind>-<name>`, for this command; `fresh` makes another one.
+        """The campaign's folder, `<UTC time>-<kind>-<name>`, locked for this command.
 
-        Runs that an earlier command left are stopped. Raises NotReady if the folder cannot be made,
-        or (with `taken`) if another process uses it.
+        The folder of an earlier command with the same key is used again, unless `fresh` asks for a
+        new one; runs that it left are stopped. Raises NotReady if the folder cannot be made, or if
+        another process uses it: then with `taken`.
         """
         if taken is None:
             taken = launch_finding(

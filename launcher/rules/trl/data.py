@@ -807,7 +807,7 @@ def template_here(context: Context) -> Iterator[Finding]:
     "PreTrainedTokenizerBase.get_chat_template[Cannot use chat]"
 )
 def no_template(context: Context) -> Iterator[Finding]:
-    """Conversations, and a tokenizer that cannot write them."""
+    """The rows are conversations, and the tokenizer has no chat template for them."""
     values = context.values
     model = values["model_name_or_path"]
     if values.get("chat_template_path") or data.tokenizer_template(model, None, context) != "":

@@ -29,7 +29,7 @@ class Branches(Lookup):
         raise NotImplementedError
 
     def split_branches(self, test: ast.expr, at: Spot) -> tuple[Spot, Spot]:
-        """Where the walk is if a test is true, and if it is false."""
+        """The two spots behind a test: each adds what holds if it is true, or if it is false."""
         texts: dict[ast.expr, str | None] = {}
 
         def say(node: ast.expr) -> str | None:
@@ -51,6 +51,7 @@ class Branches(Lookup):
             return None
 
     def _express(self, node: ast.expr, frame: Frame) -> ast.expr:
+        """The expression with argument names in it. Raises _Inexpressible if it asks for others."""
         match node:
             case ast.Constant():
                 return node

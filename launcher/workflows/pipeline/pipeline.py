@@ -250,6 +250,8 @@ def dry_run(order: PipelineRequest) -> PipelinePlan:
 
 
 class _Runner:
+    """Runs the stages of a pipeline in turn. `joined` are those that were running already."""
+
     def __init__(
         self, order: PipelineRequest, planned: PipelinePlan, result: PipelineResult, quiet: bool
     ) -> None:
@@ -259,7 +261,7 @@ class _Runner:
         self.quiet = quiet
         self.models = {name: step.model for name, step in planned.steps.items()}
         self.joined = {step.link.name for step in planned.live}
-        # of the stage whose turn it is, as it was started or skipped
+        # the stage whose turn it is, once it was started, or was found to have run already
         self.ready: Prepared | None = None
 
     def run(self) -> None:

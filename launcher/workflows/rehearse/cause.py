@@ -82,7 +82,11 @@ class CauseSearch:
         return suspects[:_MOST_SUSPECTS]
 
     def _find_without_the_rest(self, suspects: list[str], unsure: list[str]) -> list[str]:
-        """The causes among the unsure, if suspects, model and data alone are refused as well."""
+        """The causes among the unsure, without the arguments that nothing suspects.
+
+        Suspects, model and data are tried alone. If they are refused in the same way, each unsure
+        one is left out in turn. Otherwise the cause is elsewhere, and there are none.
+        """
         kept = {*suspects, *self.trials.data_names, self.trials.entry.names.model}
         rest = [name for name in self.arguments.kept if name not in kept]
         fewer = self.trials.without(self.arguments, rest)

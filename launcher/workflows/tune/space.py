@@ -451,6 +451,7 @@ def _choose_checkpointing(space: Space) -> Choice:
 
 
 def _choose_deepspeed(space: Space) -> Choice:
+    """The DeepSpeed settings to try, or why none is."""
     plan = space.plan
     if not plan.gpus:
         return "DeepSpeed is left out on the CPU"
@@ -466,7 +467,7 @@ def _choose_deepspeed(space: Space) -> Choice:
         return "quantised weights are not sharded"
     values = list(DEEPSPEED)
     if plan.processes == 1:
-        # it sends nothing, and its gradients are whole under every stage
+        # a single process sends nothing, and its gradients are whole under every stage
         values = ["zero2", "zero2_fp32_comm", "zero3_offload"]
     if now not in values:
         values.append(now)

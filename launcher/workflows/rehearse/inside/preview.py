@@ -198,6 +198,10 @@ class PreparedSet:
         return [row]
 
     def describe(self, row: ShownRow, whole: list[Strand], kept: list[Strand]) -> None:
+        """Fill in a row's counts and its text, by its sequences before and after they are cut.
+
+        A pair has two: chosen and rejected.
+        """
         row.tokens = count_tokens(kept)
         row.trained = sum(sum(strand.trained) for strand in kept)
         row.cut = count_tokens(whole) - row.tokens

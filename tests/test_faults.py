@@ -181,9 +181,9 @@ def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: 
 
 LOGS_A_LOT = """
 import os, sys
-from launcher.probe.watching.process import Console, EventLog, spare_streams
+from launcher.probe.watching.process import Console, EventLog, protect_streams
 record = EventLog(sys.argv[1], 0)
-spare_streams()
+protect_streams()
 for number in range(20000): print('x' * 100)
 sys.stdout.flush()
 for number in range(50): record.write('step', step=number)

@@ -6,6 +6,7 @@ and may upload all of it. What only the records of a machine tell, such as other
 a start.
 """
 
+import functools
 import os
 import re
 import tempfile
@@ -97,9 +98,9 @@ def _find_place_fault(context: Context, text: str) -> str | None:
     output = resolve_path(folder)
     for place in (*_list_machine_places(), *_list_training_places(context)):
         path = resolve_path(place.path)
-        if is_same_place(output, path):
-            return f"is {place.name}, {path}"
         if is_within(path, output):
+            if is_same_place(output, path):
+                return f"is {place.name}, {path}"
             return f"holds {place.name}, {path}"
         if place.below and is_within(output, path):
             return f"lies in {place.name}, {path}"
@@ -109,14 +110,27 @@ def _find_place_fault(context: Context, text: str) -> str | None:
 
 
 def _find_system_fault(output: Path) -> str | None:
-    if any(is_same_place(output, Path(name)) for name in _SHARED.split()):
-        return f"is {output}, which belongs to the system or to all users"
+    is_there = exists(output)
+    for shared in _list_shared_folders():
+        if output == shared or (is_there and is_same_place(output, shared)):
+            return f"is {output}, which belongs to the system or to all users"
     if any(output.is_relative_to(free) for free in _WITHIN):
         return None
-    for name in _SYSTEM.split():
-        if output.is_relative_to(resolve_path(Path(name))):
+    for name, folder in _resolve_system_folders().items():
+        if output.is_relative_to(folder):
             return f"lies in {name}, which belongs to the system"
     return None
+
+
+@functools.cache
+def _list_shared_folders() -> tuple[Path, ...]:
+    return tuple(map(Path, _SHARED.split()))
+
+
+@functools.cache
+def _resolve_system_folders() -> dict[str, Path]:
+    """The folders of `_SYSTEM` without links: `/bin` is one to `/usr/bin` on most machines."""
+    return {name: resolve_path(Path(name)) for name in _SYSTEM.split()}
 
 
 def _list_machine_places() -> Iterator[Place]:

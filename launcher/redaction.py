@@ -205,7 +205,7 @@ def find_process_secrets() -> Redactor:
     return Redactor.of(os.environ)
 
 
-def merge(redactors: Iterable[Redactor]) -> Redactor:
+def combine_redactors(redactors: Iterable[Redactor]) -> Redactor:
     """What any of them hides, or the environment of this process tells."""
     whole = find_process_secrets()
     for redactor in redactors:

@@ -36,7 +36,7 @@ class EntryKey:
     data: Sequence[Mapping[str, Any]]
 
 
-def find_entry(folder: Path, plan: Plan) -> Path | None:
+def find_hit(folder: Path, plan: Plan) -> Path | None:
     """The complete entry that a run would take; None if there is none."""
     cache = folders.open_folder(folder)
     if cache is None:

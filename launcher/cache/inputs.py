@@ -148,7 +148,7 @@ def _parse_records(listed: object) -> list[ContentRecord]:
     return records
 
 
-def find_changes(listed: object, cwd: Path) -> list[dict[str, Any]]:
+def compare_inputs(listed: object, cwd: Path) -> list[dict[str, Any]]:
     """The files that are not as `record_inputs` read them, each a `FileChange` as JSON.
 
     Relative names start at `cwd`.

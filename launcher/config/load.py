@@ -526,7 +526,7 @@ def _forget_below(origins: dict[str, Origin], path: str) -> None:
             del origins[key]
 
 
-def spell_value(value: Any) -> str:
+def spell_override(value: Any) -> str:
     """A value as an override on the command line spells it, so that it is read as the same
     value.
     """

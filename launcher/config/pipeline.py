@@ -24,7 +24,7 @@ from launcher.config.document import (
 from launcher.config.evaluation import Evaluation
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
-from launcher.config.load import spell_value
+from launcher.config.load import spell_override
 from launcher.errors import Finding, InvalidConfig, shorten, usage
 from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, expand_user
@@ -61,7 +61,7 @@ class Link:
 
     def texts(self) -> list[str]:
         """What is laid over the stage file: `with:` first, then the command line."""
-        changes = [f"{key}={spell_value(value)}" for key, value in self.written.items()]
+        changes = [f"{key}={spell_override(value)}" for key, value in self.written.items()]
         return [*changes, *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
@@ -334,6 +334,6 @@ def place_finding(link: Link, finding: Finding) -> Finding:
     if override in link.overrides:
         return replace(finding, override=f"{link.name}.{override}")
     for key, value in link.written.items():
-        if override == f"{key}={spell_value(value)}":
+        if override == f"{key}={spell_override(value)}":
             return replace(finding, **link.origin(f"with.{key}").place)
     return finding

@@ -108,7 +108,7 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
     # if the record cannot be written, the verdict only lacks the point `inputs`
     with contextlib.suppress(OSError):
         contents = rundir.read_manifest(folder).contents
-        changed = attempt.redactor.redact(inputs.find_changes(contents, Path(attempt.cwd)))
+        changed = attempt.redactor.redact(inputs.compare_inputs(contents, Path(attempt.cwd)))
         files.write_json(folder.inputs(attempt.number), {"changed": changed})
     for cache in attempt.caches:
         with contextlib.suppress(Misfit):
@@ -188,7 +188,7 @@ def _report_omissions(file: str, faults: Sequence[tuple[int | None, Omission]]) 
     return launch_finding("warning", "damaged-record", message, help, file=file, line=line)
 
 
-def report_unpinned(folder: RunFolder) -> tuple[Finding, ...]:
+def note_unpinned(folder: RunFolder) -> tuple[Finding, ...]:
     source = rundir.read_manifest(folder).upstream
     if source.pinned is not False:
         return ()

@@ -323,7 +323,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     waiting = attempts.read_attempt(folder)
     last = rundir.read_manifest(folder)
     begun = max(node.attempts() for node in folder.nodes())
-    if begun < waiting.number and not inputs.find_changes(last.contents, Path(waiting.cwd)):
+    if begun < waiting.number and not inputs.compare_inputs(last.contents, Path(waiting.cwd)):
         return waiting
     attempts.require_own(folder)
     os.chdir(waiting.cwd)

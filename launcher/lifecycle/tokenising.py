@@ -21,7 +21,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.lengths import Lengths
 from launcher.cache import entries, folders, keys
 from launcher.cache.keys import Cache
-from launcher.config.load import spell_value
+from launcher.config.load import spell_override
 from launcher.dataset import packed
 from launcher.dataset.packed import PackedRows
 from launcher.errors import Exit, Finding, LaunchError, NotReady, launch_finding
@@ -150,7 +150,7 @@ class Filling:
 
     def _find_entry(self, cache: Cache) -> Path | None:
         """The set that the run would find; None if there is none, or if a part of it is missing."""
-        entry = entries.find_entry(cache.path, self.plan)
+        entry = entries.find_hit(cache.path, self.plan)
         phase = self.plan.stage.entry.tokenising
         if entry is None or phase is None:
             return entry
@@ -175,7 +175,7 @@ class Filling:
             value = values.get(name)
             if value in (None, False, "local"):
                 continue
-            message = f"`{name}: {spell_value(value)}`: {why}"
+            message = f"`{name}: {spell_override(value)}`: {why}"
             help = f"leave {name} out"
             key = f"args.{name}"
             place = self.plan.stage.config.origin(key).place

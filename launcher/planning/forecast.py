@@ -832,7 +832,7 @@ def _find_tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path
             continue
         if planned.stage.backend.DATA_CACHE == "own":
             # one folder may hold sets of other lengths and templates too
-            entry = entries.find_entry(cache.path, planned)
+            entry = entries.find_hit(cache.path, planned)
             if entry is not None:
                 yield entry
         else:

@@ -235,7 +235,7 @@ def print_plan(plan: Plan, log: Path) -> None:
     source = plan.stage.upstream
     place = ""
     if source.is_checkout and source.root is not None:
-        place = f", {shorten(source.root)}"
+        place = f", {shorten_path(source.root)}"
     lines = [
         f"{_format_title(plan)}, {source.name}{place}",
         f"batch: {_format_batch(plan)}; {_format_rows_and_steps(plan)}",
@@ -247,14 +247,14 @@ def print_plan(plan: Plan, log: Path) -> None:
             values.append(f"{name}={derived.value}")
     if values:
         lines.append(f"set: {', '.join(values)}")
-    lines.append(f"log: {shorten(log)}")
+    lines.append(f"log: {shorten_path(log)}")
     for line in lines:
         # paths stay whole: they are copied
         wrapped = textwrap.wrap(line, _PLAN_WIDTH, subsequent_indent="  ", break_long_words=False)
         echo("\n".join(wrapped), err=True)
 
 
-def shorten(path: Path) -> str:
+def shorten_path(path: Path) -> str:
     """A path as it is written in this folder or below the user's own."""
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))

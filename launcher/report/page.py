@@ -202,7 +202,7 @@ def _render_banner(entry: PageRun, *, several: bool) -> Html:
     if cause.help:
         parts.append(render_tag("p", render_tag("b", "What to do: "), cause.help))
     if cause.line:
-        parts.append(sections.render_citations([cause.line]))
+        parts.append(sections.render_evidence([cause.line]))
     if run.tail:
         title = f"the last {len(run.tail)} lines of the log"
         if run.manifest:

@@ -164,11 +164,11 @@ def _render_reasons(point: Json) -> Html:
         count = "1 line of evidence"
         if len(evidence) > 1:
             count = f"{len(evidence)} lines of evidence"
-        parts.append(render_details(count, render_citations(evidence), class_="evidence"))
+        parts.append(render_details(count, render_evidence(evidence), class_="evidence"))
     return join(parts)
 
 
-def render_citations(lines: Sequence[Json]) -> Html:
+def render_evidence(lines: Sequence[Json]) -> Html:
     items = []
     for line in lines[:_CITATIONS]:
         file = str(line.get("file") or "")

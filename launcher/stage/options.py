@@ -125,7 +125,7 @@ def read_stage_options(
         findings.append(wrong_backend)
     elif raw.get("backend"):
         backend = str(raw["backend"])
-    script, wrong_script = find_entry(config, stage, backend)
+    script, wrong_script = read_entry_key(config, stage, backend)
     if wrong_script is not None:
         findings.append(wrong_script)
     values, faults = _read_values(config)
@@ -208,7 +208,7 @@ def find_stage(config: Config) -> str | None:
     return None
 
 
-def find_entry(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
+def read_entry_key(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
     """The key of the script that a file of this stage asks for, and what is wrong there.
 
     `script:` may be the key or a file name of upstream's; without it the stage's own script runs.

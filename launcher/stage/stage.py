@@ -128,7 +128,7 @@ def read_stage_file(
     if name is None:
         return Judged(config=config, findings=_sort_findings(config, findings))
     source = locator.find(find_backend(config))
-    key, _ = options.find_entry(config, name, source.backend)
+    key, _ = options.read_entry_key(config, name, source.backend)
     schema = locator.schema(source.backend, key)
     entry = find_entry(schema)
     opts, option_faults = options.read_stage_options(config, name, source.root, schema.fields)

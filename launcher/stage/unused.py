@@ -117,7 +117,7 @@ def join_conditions(when: Iterable[str]) -> str:
 
 def find_conditions(read: Read, entry: Entry) -> tuple[str, ...]:
     """The conditions of a read, except those that only ask whether the script ends early."""
-    return tuple(text for text in read.when if not conditions.list_names(text) & entry.partial)
+    return tuple(text for text in read.when if not conditions.list_arguments(text) & entry.partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _ClosedRead:
 
 
 def _collect_names(when: Iterable[str]) -> list[str]:
-    return sorted({name for text in when for name in conditions.list_names(text)})
+    return sorted({name for text in when for name in conditions.list_arguments(text)})
 
 
 def _report_unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: bool) -> Finding:

@@ -202,7 +202,7 @@ def _convert_numbers(mapping: dict[str, Any]) -> None:
             float(value)
 
 
-def spell_value(value: Any) -> str:
+def spell_flag(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
     return str(value)
@@ -287,9 +287,7 @@ class Schema:
         if isinstance(value, str) and name in self.splits:
             return value.split()
         return (
-            [spell_value(item) for item in value]
-            if isinstance(value, list)
-            else [spell_value(value)]
+            [spell_flag(item) for item in value] if isinstance(value, list) else [spell_flag(value)]
         )
 
     def in_file(self, name: str, value: Any) -> bool:

@@ -235,7 +235,7 @@ def drawn_arguments(backend: str, stage: str) -> Iterator[Arguments]:
 def write_stage(path: Path, backend: str, stage: str, args: Arguments) -> None:
     lines = [f"stage: {stage}", f"backend: {backend}", "deepspeed: none", "args:"]
     for name, value in args.items():
-        lines.append(f"  {name}: {load.spell_value(value)}")
+        lines.append(f"  {name}: {load.spell_override(value)}")
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -16,7 +16,7 @@ from launcher.upstream.schema import (
     find_json_fault,
     parse_field,
     render_field,
-    spell_value,
+    spell_flag,
 )
 
 FIELDS = (
@@ -93,7 +93,7 @@ def test_the_words_of_a_value(name: str, value: Any, words: list[str]) -> None:
 
 
 def test_text_is_ascii() -> None:
-    assert spell_value({"ü": 1}) == '{"\\u00fc": 1}'
+    assert spell_flag({"ü": 1}) == '{"\\u00fc": 1}'
 
 
 def test_a_nullable_field_takes_the_word_none() -> None:

@@ -320,7 +320,7 @@ class Inputs:
 
     def point(self) -> Point:
         """Compare again, and judge."""
-        changed = inputs.find_changes(self.before, self.folder)
+        changed = inputs.compare_inputs(self.before, self.folder)
         files.write_json(RunFolder(self.run.folder).inputs(1), {"changed": changed})
         return judged(self.run.folder).point("inputs")
 

@@ -272,10 +272,10 @@ def test_a_set_made_otherwise_is_no_hit(word: str, cache: Path, project: Path) -
     plan = plan_of(SFT)
     entry = write_entry(cache, entries.compute_key(plan))
 
-    assert entries.find_entry(cache, plan) == entry
+    assert entries.find_hit(cache, plan) == entry
     # what upstream's key does not hold changes nothing
-    assert entries.find_entry(cache, plan_of(SFT, "learning_rate=1e-6", "seed=7")) == entry
-    assert entries.find_entry(cache, plan_of(SFT, word)) is None
+    assert entries.find_hit(cache, plan_of(SFT, "learning_rate=1e-6", "seed=7")) == entry
+    assert entries.find_hit(cache, plan_of(SFT, word)) is None
 
 
 def test_a_set_made_before_the_download_is_no_hit(cache: Path, project: Path) -> None:
@@ -285,14 +285,14 @@ def test_a_set_made_before_the_download_is_no_hit(cache: Path, project: Path) ->
     assert before.tokenizer["tokenizer_files_hash"][1] == "tokenizer.json not found"
     assert before.data[0]["dataset_commit_hash"] is None
     write_entry(cache, before)
-    assert entries.find_entry(cache, plan_of(SFT, *words)) is not None
+    assert entries.find_hit(cache, plan_of(SFT, *words)) is not None
 
     snapshot = write_to_hub(project, "acme/tiny")
     after = plan_of(SFT, *words)
     content = (snapshot / "tokenizer.json").read_bytes()
     hashes = entries.compute_key(after).tokenizer["tokenizer_files_hash"]
     assert hashes[1] == hashlib.sha256(content).hexdigest()
-    assert entries.find_entry(cache, after) is None
+    assert entries.find_hit(cache, after) is None
 
 
 def test_a_set_on_the_hub_is_known_by_its_commit_once_its_card_is_here(

@@ -218,7 +218,7 @@ def check(
         judged = conclude.judge_and_write(folder)
         name = folder.path.name
         verdict = judged.verdict
-        notes = (*conclude.report_unpinned(folder), *conclude.report_left_out(judged, folder))
+        notes = (*conclude.note_unpinned(folder), *conclude.report_left_out(judged, folder))
     code = check.decide_exit_code(verdict, allow_unproven=allow_unproven)
     show = partial(judgement.print_verdict, verdict, name)
     return answer("check", format, verdict.as_json(), show, notes, code)

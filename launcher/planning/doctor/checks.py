@@ -370,7 +370,7 @@ class TorchBuild(NamedTuple):
     hip: str | None
 
 
-def find_torch(trainer: Trainer) -> TorchBuild | None:
+def read_torch_build(trainer: Trainer) -> TorchBuild | None:
     """The build of the trainer's torch by its own version file; None if that is not readable."""
     for folder in trainer.path:
         with contextlib.suppress(OSError, ValueError):
@@ -388,7 +388,7 @@ def check_driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> It
 
     Within a major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
     """
-    torch = find_torch(trainer)
+    torch = read_torch_build(trainer)
     if torch is None or torch.hip is not None:
         return
     command = f"{trainer.python} -m pip install --force-reinstall torch"
@@ -430,7 +430,7 @@ def _list_facts(
     }
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
     yield Fact("source", subject.upstream.describe(), subject.upstream.as_json())
-    torch = find_torch(trainer)
+    torch = read_torch_build(trainer)
     if torch is not None:
         target = "the CPU"
         if torch.cuda:

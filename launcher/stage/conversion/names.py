@@ -183,7 +183,7 @@ _FLASH = frozenset(
 )
 
 
-def spell_value(target: str, value: Any) -> Any:
+def spell_for_trl(target: str, value: Any) -> Any:
     """A value as TRL spells it."""
     if target in _SPELLINGS:
         return _SPELLINGS[target].get(str(value), value)
@@ -218,7 +218,7 @@ def carry_rest(
             _carry_flash(ledger, setting)
             continue
         target = names.get(setting.key, setting.key)
-        spelt = replace(setting, value=spell_value(target, setting.value))
+        spelt = replace(setting, value=spell_for_trl(target, setting.value))
         ledger.carry_by_name(spelt, names, reasons, unneeded)
 
 

@@ -36,7 +36,7 @@ class Branches(Lookup):
             if node not in texts:
                 text = self.express_as_text(node, at.frame)
                 # a condition that names no argument says nothing about a stage file
-                texts[node] = text if text is not None and conditions.list_names(text) else None
+                texts[node] = text if text is not None and conditions.list_arguments(text) else None
             return texts[node]
 
         if_true = conditions.find_implied(test, True, say)

@@ -109,7 +109,7 @@ def _split_alternatives(text: str) -> frozenset[str]:
 
 
 @cache
-def list_names(text: str) -> frozenset[str]:
+def list_arguments(text: str) -> frozenset[str]:
     return frozenset(
         node.id for node in ast.walk(parse_condition(text)) if isinstance(node, ast.Name)
     )

@@ -120,7 +120,7 @@ class WalkRecord:
 
     def stands(self, text: str) -> bool:
         """Whether a condition is about the stage file's values, as far as the script was walked."""
-        names = conditions.list_names(text)
+        names = conditions.list_arguments(text)
         if not names <= self.fields - self.written.keys():
             return False
         return names.isdisjoint(self.reshaped) or not conditions.compares(text)
@@ -140,7 +140,7 @@ class WalkRecord:
         return kept if _are_passed(outdated) else kept.perhaps()
 
     def _is_current(self, text: str) -> bool:
-        names = conditions.list_names(text)
+        names = conditions.list_arguments(text)
         return all(self.version_name(_strip_version(name)) == name for name in names)
 
 
@@ -154,4 +154,4 @@ def _strip_version(name: str) -> str:
 
 
 def _find_arguments(text: str) -> set[str]:
-    return set(map(_strip_version, conditions.list_names(text)))
+    return set(map(_strip_version, conditions.list_arguments(text)))

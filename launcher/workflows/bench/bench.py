@@ -74,7 +74,7 @@ class Bench:
     @property
     def redactor(self) -> Redactor:
         """What must not be shown of any variant."""
-        return redaction.merge(facts.redactor for facts in self.resolved.values())
+        return redaction.combine_redactors(facts.redactor for facts in self.resolved.values())
 
     @property
     def rows(self) -> list[VariantSummary]:

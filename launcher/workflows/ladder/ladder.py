@@ -18,7 +18,7 @@ from typing import Any
 from launcher import files
 from launcher.artifacts import lengths
 from launcher.cache import inputs
-from launcher.config.load import spell_value
+from launcher.config.load import spell_override
 from launcher.errors import (
     Exit,
     Finding,
@@ -393,7 +393,7 @@ def _climb_rung(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: 
 def _run_rung(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, object]:
     """Run a rung now, and return its record. Raises KeyboardInterrupt."""
     models = ladder.folder / _MODELS
-    output = spell_value(str(models / _format_short_label(rung.plan.gpus)))
+    output = spell_override(str(models / _format_short_label(rung.plan.gpus)))
     place = f"{rung.plan.stage.entry.names.output}={output}"
     facts = rung.facts.with_overrides(place, runs=ladder.folder)
     prepared = prepare.complete(facts.look_again())

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from launcher.config.load import spell_value
+from launcher.config.load import spell_override
 from launcher.config.points import POINTS
 from launcher.errors import Finding, launch_finding
 from launcher.lazy_dataclass import dataclass
@@ -51,7 +51,7 @@ def list_short_overrides(
         changes["warmup_steps"] = warm_up
     changes |= _list_short_run_changes(stage)
     changes[names.output] = str(output)
-    overrides = [f"{name}={spell_value(value)}" for name, value in changes.items()]
+    overrides = [f"{name}={spell_override(value)}" for name, value in changes.items()]
     for point in POINTS:
         # a slice, or so short a run, cannot prove these
         if point.full_length and point.name in stage.options.expect:

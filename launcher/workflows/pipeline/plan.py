@@ -13,7 +13,7 @@ from typing import Any
 from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config import pipeline
-from launcher.config.load import Config, spell_value
+from launcher.config.load import Config, spell_override
 from launcher.config.pipeline import Chain, Link
 from launcher.errors import (
     Finding,
@@ -149,7 +149,7 @@ class PipelinePlan:
     @property
     def redactor(self) -> Redactor:
         """What must not be shown of any stage."""
-        return redaction.merge(step.prepared.redactor for step in self.steps.values())
+        return redaction.combine_redactors(step.prepared.redactor for step in self.steps.values())
 
     def resolved(self) -> dict[str, Facts]:
         """Each stage that is to run, with the model that its chain begins from."""
@@ -200,7 +200,7 @@ def list_known_changes(facts: Facts) -> frozenset[str]:
 
 def override_model(backend: str, source: Path | str) -> list[str]:
     """The overrides that make `source` the model and the tokenizer of a stage."""
-    return [f"{name}={spell_value(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
+    return [f"{name}={spell_override(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
 def _set_model(facts: Facts, model: Path) -> Facts:

@@ -22,7 +22,7 @@ from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths
 from launcher.config import load
 from launcher.config.keys import DEEPSPEED
-from launcher.config.load import Config, spell_value
+from launcher.config.load import Config, spell_override
 from launcher.errors import InvalidConfig, not_ready, usage
 from launcher.lifecycle.manifest import escape_interpolation
 from launcher.machine.datasheets import Card
@@ -250,7 +250,9 @@ class Space:
         return {rows_key: per_device, **changed}
 
     def overrides(self, settings: Settings) -> tuple[str, ...]:
-        return tuple(f"{key}={spell_value(value)}" for key, value in self.changes(settings).items())
+        return tuple(
+            f"{key}={spell_override(value)}" for key, value in self.changes(settings).items()
+        )
 
     def _apply_settings(self, settings: Settings) -> Stage:
         """The stage with these settings; the file is not read again for each of hundreds."""

@@ -174,7 +174,7 @@ def _carry_method(ledger: ConversionLedger) -> None:
     target = ledger.take("lora_target")
     modules = ["all-linear"]
     if target is not None:
-        modules = names.spell_value("lora_target_modules", str(target.value))
+        modules = names.spell_for_trl("lora_target_modules", str(target.value))
     ledger.carry(target or about, "lora_target_modules", modules)
     ledger.carry(about, "dtype", "bfloat16", note="the base model's type there")
 
@@ -193,7 +193,7 @@ def _carry_method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -
         if isinstance(content.get(key), int | float):
             ledger.carry(setting, target, content[key])
     if content.get("target_modules"):
-        modules = names.spell_value("lora_target_modules", content["target_modules"])
+        modules = names.spell_for_trl("lora_target_modules", content["target_modules"])
         ledger.carry(setting, "lora_target_modules", modules)
 
 
@@ -215,7 +215,7 @@ def _carry_attention(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     if str(setting.value) in ("fa2", "fa3", "sdpa", "disabled"):
-        value = names.spell_value("attn_implementation", setting.value)
+        value = names.spell_for_trl("attn_implementation", setting.value)
         ledger.carry(setting, "attn_implementation", value)
     else:
         ledger.leave(setting, "the model's default attention", matters=False)

@@ -275,6 +275,6 @@ def _carry_optimizer(ledger: ConversionLedger) -> None:
 def _carry_precision(ledger: ConversionLedger) -> None:
     setting = ledger.take("dtype")
     if setting is not None:
-        ledger.carry(setting, "dtype", names.spell_value("dtype", setting.value))
+        ledger.carry(setting, "dtype", names.spell_for_trl("dtype", setting.value))
         if str(setting.value) == "bf16":
             ledger.carry(setting, "bf16", value=True)

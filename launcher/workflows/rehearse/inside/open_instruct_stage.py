@@ -162,7 +162,7 @@ def look_at_prepared_rows(arguments: Any, request: ServerRequest, response: Serv
         # packing fills rows of this length, and OLMo-core first tries a batch of it
         if limit is not None:
             arguments.max_seq_length = min(limit, rows.TOKENS)
-        return rows.shorten(prepared)
+        return rows.shorten_rows(prepared)
 
     replace_everywhere("open_instruct", "get_cached_dataset_tulu", prepare, prepare_and_shorten)
 

@@ -52,7 +52,7 @@ def drop_processes(options: Any) -> Any:
     return options
 
 
-def shorten(rows: Any) -> Any:
+def shorten_rows(rows: Any) -> Any:
     """Rows of at most `TOKENS` tokens, so that a CPU trains on them in a moment."""
     return rows.map(cut_row)
 

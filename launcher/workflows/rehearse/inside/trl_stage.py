@@ -83,9 +83,9 @@ def watch(kind: Any, request: ServerRequest, response: ServerResponse) -> None:
                 dropped.append(entry)
         response.rows.dropped = dropped
         rows.describe(trainer.train_dataset, limit, request.special, response.rows)
-        trainer.train_dataset = rows.shorten(trainer.train_dataset)
+        trainer.train_dataset = rows.shorten_rows(trainer.train_dataset)
         if trainer.eval_dataset is not None:
-            trainer.eval_dataset = rows.shorten(trainer.eval_dataset)
+            trainer.eval_dataset = rows.shorten_rows(trainer.eval_dataset)
         trainer.add_callback(callback())
         response.phase = "train"
         return call_trainer(train, trainer, *args, **kwargs)

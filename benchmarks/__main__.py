@@ -97,9 +97,9 @@ def compare(options: argparse.Namespace) -> int:
         return 2
     others = surroundings.Others()
     regressions: list[Regression] = []
-    missing = set(stored)
-    if options.parts:
-        missing.clear()
+    missing: set[str] = set()
+    if not options.parts:
+        missing.update(stored)
     for pair in pairs(options.parts):
         if pair.name not in stored:
             print(f"{ratio.measure(pair).line()}  [not stored]", flush=True)

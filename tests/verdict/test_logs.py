@@ -239,6 +239,25 @@ def test_it_does_not_matter_where_a_log_is_divided(
         assert repr(log_of(tmp_path, content)) == repr(whole)
 
 
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ("launch: warning: slow", "warned"),
+        ("{'eval_loss': '0.5', 'epoch': '1'}", "evaluated"),
+        ("{'train_runtime': '9', 'train_loss': nan}", "mean_nonfinite"),
+        ("x.py:1 - Total optimization steps = 9", "total_steps"),
+        ('Traceback (most recent call last):\n  File "a.py", line 1\nOSError: no', "exception"),
+    ],
+)
+def test_what_stands_once_in_the_middle_of_a_large_log_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, name: str
+) -> None:
+    monkeypatch.setattr(segments, "PIECE_BYTES", 1_000)
+    steps = "".join(map(sft_step, range(100)))
+    log = log_of(tmp_path, f"{steps}{content}\n{steps}")
+    assert [signal.text for signal in log.all(name)] == content.splitlines()[-1:]
+
+
 def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
     path = tmp_path / "console.log"
     begun = sft_step(1) + sft_step(2) + "2026-11-20 15:41:37 - INFO"

@@ -4,6 +4,8 @@ A path names whatever lies there at the moment; a descriptor stays with the fold
 So the folder that is compared is the folder that is deleted from, whoever renames what in between.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os
@@ -14,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.lazy_dataclass import dataclass
+from launcher.paths import resolve_path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # for the folders above, which this user may be unable to list
@@ -167,10 +170,48 @@ def is_same_place(first: Path, second: Path) -> bool:
         return False
 
 
-def is_within(path: Path, folder: Path) -> bool:
-    """Whether a path is a folder or lies in it, both canonical; it need not exist."""
-    if path.is_relative_to(folder):
-        return True
-    if not os.path.exists(folder):
-        return False
-    return any(is_same_place(above, folder) for above in (path, *path.parents))
+Identity = tuple[int, int]
+"""What a folder is known by under every name of it: its device and inode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedFolder:
+    """A folder and all that it lies in, looked at once; it need not exist.
+
+    `paths` and `identities` are those of the folder and of all above it.
+    """
+
+    path: Path
+    identity: Identity | None
+    paths: frozenset[Path]
+    identities: frozenset[Identity]
+
+    @classmethod
+    def of(cls, path: Path) -> ResolvedFolder:
+        path = resolve_path(path)
+        paths = (path, *path.parents)
+        identities = list(map(_identify, paths))
+        return cls(
+            path=path,
+            identity=identities[0],
+            paths=frozenset(paths),
+            identities=frozenset(filter(None, identities)),
+        )
+
+    def is_same(self, other: ResolvedFolder) -> bool:
+        """By name, or by what lies there (case, bind mounts)."""
+        if self.path == other.path:
+            return True
+        return self.identity is not None and self.identity == other.identity
+
+    def is_within(self, other: ResolvedFolder) -> bool:
+        """Whether it is the other folder or lies in it."""
+        return other.path in self.paths or other.identity in self.identities
+
+
+def _identify(path: Path) -> Identity | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino

@@ -16,7 +16,7 @@ from launcher import files
 from launcher.artifacts import layout
 from launcher.errors import Finding, launch_finding
 from launcher.lazy_dataclass import dataclass
-from launcher.machine.trees import is_within
+from launcher.machine.trees import ResolvedFolder
 from launcher.paths import resolve_path
 from launcher.runs import inventory, lease, outputs, rundir
 from launcher.runs.rundir import RunFolder
@@ -126,7 +126,8 @@ def _is_common(folder: Path) -> bool:
     places = [Path(os.path.expanduser("~"))]
     with contextlib.suppress(OSError):
         places.append(Path.cwd())
-    return any(is_within(resolve_path(place), folder) for place in places)
+    common = ResolvedFolder.of(folder)
+    return any(ResolvedFolder.of(place).is_within(common) for place in places)
 
 
 def _list_names(folder: Path) -> list[str]:

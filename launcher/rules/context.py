@@ -7,6 +7,7 @@ from typing import Any
 
 from launcher.errors import Finding, Severity
 from launcher.lazy_dataclass import dataclass
+from launcher.rules.protected import ProtectedPlaces
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry, find_entry
 
@@ -42,7 +43,8 @@ class Context:
     `mixed_precision` is what accelerate will be given, `named_precision` what the stage file says.
     `packages` are names and versions in the trainer's Python. `machine` is None where another one
     may train. `output` is where the model goes, `attempts` how many the run there has had, None
-    where it is a new one, `source` the folder of the trainer's source.
+    where it is a new one, `source` the folder of the trainer's source. `protected` looks at the
+    folders that no run may overwrite, once for all contexts that share it.
     """
 
     values: Values
@@ -59,6 +61,7 @@ class Context:
     output: Path | None = None
     attempts: int | None = None
     source: Path | None = None
+    protected: ProtectedPlaces = field(default_factory=ProtectedPlaces)
 
     @property
     def entry(self) -> Entry:

@@ -9,37 +9,24 @@ a start.
 import functools
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import model_config
-from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import mixture
 from launcher.errors import Finding, shorten
-from launcher.lazy_dataclass import dataclass
-from launcher.machine.trees import is_same_place, is_within
-from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, exists, is_dir, resolve_path
+from launcher.machine.trees import ResolvedFolder, is_same_place
+from launcher.paths import can_be_name, exists, is_dir, resolve_path
 from launcher.rules.context import Context
+from launcher.rules.protected import Place
 from launcher.rules.rule import cites, say
-from launcher.runs import places
 
 CODE = "unintended-output"
 _SYSTEM = "/usr /bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys"  # nor anything in them
 # folders in them are fine
 _SHARED = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"
-_WITHIN = ("/usr/local", "/dev/shm")  # of `_SYSTEM`, and free for folders all the same
+_WITHIN = (Path("/usr/local"), Path("/dev/shm"))  # of `_SYSTEM`, and free for folders all the same
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A folder that is no output; `below`: nor is any folder in it."""
-
-    path: Path
-    name: str
-    below: bool = False
 
 
 @cites(
@@ -95,29 +82,27 @@ def _find_place_fault(context: Context, text: str) -> str | None:
     # as it is named too: what is appended to it does not make `/` a folder of the run's own
     if resolve_path(Path(text)) == Path("/"):
         return "is the root of the file system"
-    output = resolve_path(folder)
-    for place in (*_list_machine_places(), *_list_training_places(context)):
-        path = resolve_path(place.path)
-        if is_within(path, output):
-            if is_same_place(output, path):
-                return f"is {place.name}, {path}"
-            return f"holds {place.name}, {path}"
-        if place.below and is_within(output, path):
-            return f"lies in {place.name}, {path}"
-    if exists(output / ".git"):
-        return f"is the checkout {output}"
+    output = ResolvedFolder.of(folder)
+    for place in (*context.protected.find(context.source), *_list_own_places(context)):
+        if place.folder.is_within(output):
+            if output.is_same(place.folder):
+                return f"is {place.name}, {place.folder.path}"
+            return f"holds {place.name}, {place.folder.path}"
+        if place.below and output.is_within(place.folder):
+            return f"lies in {place.name}, {place.folder.path}"
+    if exists(output.path / ".git"):
+        return f"is the checkout {output.path}"
     return _find_system_fault(output)
 
 
-def _find_system_fault(output: Path) -> str | None:
-    is_there = exists(output)
+def _find_system_fault(output: ResolvedFolder) -> str | None:
     for shared in _list_shared_folders():
-        if output == shared or (is_there and is_same_place(output, shared)):
-            return f"is {output}, which belongs to the system or to all users"
-    if any(output.is_relative_to(free) for free in _WITHIN):
+        if output.path == shared or (output.identity and is_same_place(output.path, shared)):
+            return f"is {output.path}, which belongs to the system or to all users"
+    if any(free in output.paths for free in _WITHIN):
         return None
     for name, folder in _resolve_system_folders().items():
-        if output.is_relative_to(folder):
+        if folder in output.paths:
             return f"lies in {name}, which belongs to the system"
     return None
 
@@ -133,38 +118,15 @@ def _resolve_system_folders() -> dict[str, Path]:
     return {name: resolve_path(Path(name)) for name in _SYSTEM.split()}
 
 
-def _list_machine_places() -> Iterator[Place]:
-    """The folders that no run may overwrite or delete, whatever it trains.
-
-    With `below`, nor anything inside them; the others may hold output folders.
-    """
-    try:
-        yield Place(path=Path.cwd(), name="the working folder")
-    except OSError:
-        return
-    yield Place(path=Path(os.path.expanduser("~")), name="the home folder")
-    yield Place(path=Path(tempfile.gettempdir()), name="the folder of temporary files")
-    if IS_CLONE:
-        yield Place(path=PROJECT, name="launch's own folder")
-        yield Place(path=PROJECT / ".git", name="launch's own repository", below=True)
-    yield Place(path=PACKAGE, name="launch's own package", below=True)
-    yield Place(path=places.find_runs_root(), name="the folder of the runs")
-    yield Place(path=places.find_state_folder(), name="launch's list of runs", below=True)
-    yield Place(path=cache_home(os.environ), name="launch's cache", below=True)
-    yield Place(path=model_config.find_hub_home(os.environ), name="Hugging Face's cache")
-
-
-def _list_training_places(context: Context) -> Iterator[Place]:
-    """What the run itself reads: checkout, data, model."""
-    if context.source is not None:
-        yield from _list_source_places(context.source)
+def _list_own_places(context: Context) -> Iterator[Place]:
+    """What this run itself reads: data, model."""
     for name in _list_data(context):
         path = Path(str(name))
         if not name or not exists(path):
             continue
         if not is_dir(path):
             path = path.parent
-        yield Place(path=path, name="the folder of the data")
+        yield Place(ResolvedFolder.of(path), "the folder of the data")
     model = context.values.get(context.entry.names.model)
     if isinstance(model, str) and model and os.path.isdir(model):
         yield from _list_model_places(context, Path(model))
@@ -180,20 +142,8 @@ def _list_data(context: Context) -> list[Any]:
 
 
 def _list_model_places(context: Context, model: Path) -> Iterator[Place]:
-    folder = resolve_path(Path(str(context.values[context.entry.names.output])))
+    folder = ResolvedFolder.of(model)
+    named = Path(str(context.values[context.entry.names.output]))
     # a checkpoint of the folder itself may be what to go on from
-    if is_same_place(resolve_path(model), folder):
-        yield Place(path=model, name="the folder of the model that training begins from")
-
-
-def _list_source_places(source: Path) -> Iterator[Place]:
-    """A checkout; what somebody who works in it puts below the working folder is their own."""
-    yield Place(path=source, name="the folder of the trainer's source")
-    checkout = resolve_path(source)
-    if not exists(checkout / ".git"):
-        yield Place(path=source, name="the trainer's packages", below=True)
-        return
-    if not is_within(resolve_path(Path.cwd()), checkout):
-        yield Place(path=source, name="the checkout", below=True)
-    yield Place(path=source / ".git", name="the checkout's repository", below=True)
-    yield Place(path=source / "open_instruct", name="the checkout's source", below=True)
+    if folder.is_same(ResolvedFolder.of(named)):
+        yield Place(folder, "the folder of the model that training begins from")

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from launcher.errors import Finding, Layer, Severity, shorten
 from launcher.lazy_dataclass import dataclass
 from launcher.rules import premises
+from launcher.upstream.citations import render_citations
 from launcher.upstream.schema import Schema, Values
 
 Rule = Callable[[Values], Iterator[Finding]]
@@ -186,8 +187,6 @@ def as_it_stands(
     """
     if not premises.applies(rule, schema):
         return
-    from launcher.upstream import citations
-
     standing = schema.standing
     settled = premises.settled(rule, schema)
     for finding in findings:
@@ -195,7 +194,7 @@ def as_it_stands(
             line_of = None
             if standing is not None:
                 line_of = standing.line
-            finding = replace(finding, message=citations.render_citations(finding.message, line_of))
+            finding = replace(finding, message=render_citations(finding.message, line_of))
         if standing is not None and finding.layer != "launch" and not settled:
             finding = standing.weighed(finding, standing.changed(rule))
         yield finding

@@ -14,6 +14,7 @@ from launcher.errors import Finding, InvalidConfig, Severity, launch_finding, se
 from launcher.lazy_dataclass import dataclass
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine
+from launcher.rules.protected import ProtectedPlaces
 from launcher.stage import arguments, options, unused
 from launcher.stage.batch import report_impossible_batch
 from launcher.stage.options import TREND_LOSSES, Batch, Options
@@ -97,21 +98,29 @@ class Judged:
 
 
 def judge_stage_file(
-    config: Config, *, stage: str | None = None, locator: Locator | None = None
+    config: Config,
+    *,
+    stage: str | None = None,
+    locator: Locator | None = None,
+    protected: ProtectedPlaces | None = None,
 ) -> Judged:
     """Check a config against the source that would run it, by what the file alone tells.
 
-    Parameters and errors are those of `read_stage_file`.
+    Parameters and errors are those of `read_stage_file`; `protected` looks at the folders that no
+    run may overwrite, once for several configs.
     """
     judged = read_stage_file(config, stage=stage, locator=locator)
-    return replace(judged, findings=check_unplanned(judged))
+    return replace(judged, findings=check_unplanned(judged, protected=protected))
 
 
-def check_unplanned(judged: Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
+def check_unplanned(
+    judged: Judged, machine: Machine | None = None, protected: ProtectedPlaces | None = None
+) -> tuple[Finding, ...]:
     """All findings of a config that is not planned: of GPUs only what the file says is known."""
     if judged.values is None:
         return judged.findings
-    return apply_rules(judged, _build_file_context(judged, machine))
+    protected = protected or ProtectedPlaces()
+    return apply_rules(judged, _build_file_context(judged, machine, protected))
 
 
 def read_stage_file(
@@ -253,7 +262,9 @@ def choose_attention(
     return attention.choose(options.attention, context)
 
 
-def _build_file_context(judged: Judged, machine: Machine | None) -> Context:
+def _build_file_context(
+    judged: Judged, machine: Machine | None, protected: ProtectedPlaces
+) -> Context:
     """The facts that a stage file holds itself, and the machine."""
     opts = judged.options
     values = judged.values
@@ -274,6 +285,7 @@ def _build_file_context(judged: Judged, machine: Machine | None) -> Context:
         accumulation=accumulation,
         machine=machine,
         source=judged.upstream.root,
+        protected=protected,
     )
 
 

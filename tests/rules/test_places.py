@@ -1,7 +1,9 @@
 """Output folders that nobody means: refused by the stage file's rules, with the reason."""
 
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from fake_world import World, needs_trl, open_world
 
 from launcher.config import load
 from launcher.errors import Finding
+from launcher.machine.trees import ResolvedFolder
 from launcher.paths import PACKAGE, PROJECT
 from launcher.stage import stage as stages
 from launcher.upstream.locate import Locator
@@ -143,6 +146,32 @@ def test_an_upper_case_twin_is_the_same_folder_where_it_is(world: World) -> None
     if not twin.exists():
         twin.symlink_to(world.root / "data")
     assert "is the folder of the data" in reason(world, "DATA")
+
+
+def test_what_lies_there_counts_too_and_not_only_the_name(tmp_path: Path) -> None:
+    """As under a bind mount, or where a file system ignores case."""
+    inside = tmp_path / "folder" / "inside"
+    inside.mkdir(parents=True)
+    folder = ResolvedFolder.of(inside.parent)
+    missing = ResolvedFolder.of(tmp_path / "missing")
+    renamed = replace(folder, path=tmp_path / "twin", paths=frozenset())
+    assert renamed.is_same(folder)
+    assert ResolvedFolder.of(inside).is_within(renamed)
+    assert not ResolvedFolder.of(inside).is_same(renamed)
+    assert not missing.is_same(replace(missing, path=tmp_path / "twin"))
+    assert not missing.is_within(replace(missing, path=tmp_path / "twin"))
+
+
+def test_each_file_of_a_command_is_judged_by_its_own_output(world: World) -> None:
+    text = world.config(output_dir="OUTPUT").read_text()
+    expected = []
+    for output, is_fine in (("out", True), ("runs", False), ("data", False), ("data/out", True)):
+        file = world.root / f"{output.replace('/', '-')}.yaml"
+        file.write_text(text.replace("OUTPUT", output))
+        expected.append((str(file), is_fine))
+    words = [path for path, _ in expected]
+    answer = json.loads(world.launch("validate-config", *words, "--format", "json").stdout)
+    assert [(file["path"], file["valid"]) for file in answer["data"]["files"]] == expected
 
 
 def test_every_command_refuses_it(world: World) -> None:

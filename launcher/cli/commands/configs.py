@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from launcher.config.load import Config
     from launcher.findings import CodeSection, Meaning
     from launcher.planning.request import Request
+    from launcher.rules.protected import ProtectedPlaces
     from launcher.stage.conversion.replacement import Replacements
     from launcher.stage.draft import Draft
     from launcher.stage.fix import Fix
@@ -156,8 +157,11 @@ def _fix_file(path: Path, shared: Shared) -> Fix:
 
 
 def _judge_each(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
+    from launcher.rules.protected import ProtectedPlaces
+
+    protected = ProtectedPlaces()
     for path in paths:
-        yield _judge_file(path, shared)
+        yield _judge_file(path, shared, protected)
 
 
 def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
@@ -178,14 +182,16 @@ def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
             yield _JudgedFile(file.path, facts, findings)
 
 
-def _judge_file(path: Path, shared: Shared) -> _JudgedFile:
+def _judge_file(path: Path, shared: Shared, protected: ProtectedPlaces) -> _JudgedFile:
     """A stage file, or the stages of a pipeline in turn."""
     from launcher.config import load
     from launcher.stage.stage import judge_stage_file
 
     try:
         loaded = load.load(path, shared.overrides or ())
-        judged = judge_stage_file(loaded, stage=shared.stage, locator=shared.locator)
+        judged = judge_stage_file(
+            loaded, stage=shared.stage, locator=shared.locator, protected=protected
+        )
     except InvalidConfig as error:
         if {finding.code for finding in error.findings} == {load.PIPELINE}:
             return _judge_pipeline(path, shared)

@@ -1048,9 +1048,10 @@ _SOURCE_AND_MACHINE = CodeSection(
             "a note: the learning rate goes through warm-up and decay within the short run",
         ),
         _make_row(
-            "deepspeed-off deepspeed-kept",
+            "deepspeed-off",
             "launch",
-            "notes: a rung of a ladder on one GPU runs without DeepSpeed, or with it, and why",
+            "a note: a rung of a ladder on one GPU runs without DeepSpeed, because with it the "
+            "memory of the card is too small; its loss does not compare with that of other rungs",
         ),
         _make_row(
             "batch-not-constant",

@@ -1,9 +1,9 @@
 """How long an optimizer step should take, before anything was measured: arithmetic, bytes,
 launches.
 
-Of 20 measured steps of 7B (docs/benchmarks.md) each is within 25 %; what short runs then measure
-corrects it (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pathways"
-(Chowdhery et al., 2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory
+Of 33 measured steps of 0.5B and 7B (docs/benchmarks.md) each is within 25 %; what short runs then
+measure corrects it (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with
+Pathways" (Chowdhery et al., 2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
 """
 
@@ -24,10 +24,12 @@ _HALF_FULL = 150
 # kernels of one layer and pass, and of one micro-batch beside the layers
 _KERNELS = 22
 _KERNELS_AROUND = 150
-# Seconds that Python takes for one layer and pass while the device waits, on hosts of H100 and
-# H200. DeepSpeed calls hooks around every module. Under ZeRO-3 they gather and release weights,
-# which shows in the backward pass and in what a checkpointed layer computes again; its own linears
-# take three times as long as plain ones.
+# Seconds that Python takes for one layer and pass, on hosts of H100 and H200: a smaller micro-batch
+# takes no less (0.5B, and LoRA on 7B). With LoRA it runs about twice as many modules.
+_EAGER = 0.0028
+# What DeepSpeed adds to it: it calls hooks around every module, while the device waits. Under
+# ZeRO-3 they gather and release weights, which shows in the backward pass and in what a
+# checkpointed layer computes again; its own linears take three times as long as plain ones.
 _HOOKS = 0.0013
 _GATHERS = 0.015
 _GATHERS_OF_PLAIN_LINEARS = 0.0045
@@ -50,8 +52,10 @@ def predict_step_seconds(footprint: Footprint, card: Card) -> float:
         # deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[Communicate only at]
         times = accumulation if zero.stage > 1 else 1
         sent *= _SHOWN * times
-    micro_batch = _time_micro_batch(footprint, card)
-    return accumulation * micro_batch + sent + _time_optimizer(footprint, card)
+    devices = accumulation * _time_micro_batch(footprint, card) + sent
+    # what is sent hides while the devices wait for the host
+    host = accumulation * _time_host(footprint)
+    return max(devices, host) + _time_optimizer(footprint, card)
 
 
 def _count_passes(footprint: Footprint) -> float:
@@ -82,6 +86,19 @@ def _time_micro_batch(footprint: Footprint, card: Card) -> float:
     launches = kernels * card.launch
     device = max(passes * a_pass, launches) + 0.02 * kernels * card.launch
     return _add_host_time(footprint, passes, device)
+
+
+def _time_host(footprint: Footprint) -> float:
+    """Seconds that Python takes for a micro-batch, without what ZeRO-3 adds (`_add_host_time`)."""
+    if not footprint.plan.gpus:
+        return 0.0
+    layer = _EAGER
+    if footprint.adapters is not None:
+        layer *= 2
+    zero = footprint.zero
+    if zero is not None and zero.stage < 3:
+        layer += _HOOKS
+    return footprint.shape.layers * _count_passes(footprint) * layer
 
 
 def _time_attention(footprint: Footprint, card: Card) -> float:

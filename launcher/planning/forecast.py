@@ -706,6 +706,13 @@ def forecast_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOpt
     return _estimate_rung(planned, rows, terms, _choose_card(terms), packages)
 
 
+def forecast_static_memory(
+    planned: Plan, packages: Mapping[str, str], terms: ForecastOptions
+) -> Estimate:
+    """The forecast without activations, for rows of any length. Raises as `forecast_plan` does."""
+    return _estimate_rung(planned, None, terms, _choose_card(terms), packages)
+
+
 def add_forecast(prepared: Prepared) -> Prepared:
     """A start with its forecast for the record, and the forecast's findings among the warnings.
 

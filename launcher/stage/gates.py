@@ -90,7 +90,8 @@ class RungFacts:
 
     `devices` counts those that trained, `accelerated`: they were GPUs. `failed` is why the verdict
     did not pass, `unproven` why it could not tell. `trend` is the verdict's state of that point if
-    the stage file expects a falling loss.
+    the stage file expects a falling loss. `rounded`: most steps of the weights round to nothing
+    (`steps-rounded`), so that their loss hardly falls.
     """
 
     stage: str
@@ -111,6 +112,7 @@ class RungFacts:
     failed: str | None = None
     unproven: str | None = None
     trend: str | None = None
+    rounded: bool = False
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RungFacts:
@@ -314,7 +316,7 @@ def _scale_fall(facts: RungFacts, limit: Limit) -> Limit:
         yellow *= share
     if red is not None and red == default.red:
         red *= share
-        if steps < _FLAT_STEPS:
+        if steps < _FLAT_STEPS or facts.rounded:
             red = 0.0
         if steps < _FEWEST_LOSSES:
             red = None

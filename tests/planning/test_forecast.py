@@ -167,6 +167,54 @@ def test_the_measured_points_of_trl(
     assert peak == pytest.approx(gib, rel=tolerance)
 
 
+PACKED_TRL = f"{TRL_RECIPE} packing=true expect.packing=isolated"
+SMALL_MODEL = "model_name_or_path=Qwen/Qwen2.5-0.5B"
+LORA_SFT = quote(CONFIGS / "lora" / "sft_qwen7b.yaml")
+LORA_DPO = quote(CONFIGS / "lora" / "dpo_qwen7b.yaml")
+CHATS = "--row-tokens 303:1114 --rows 12000"
+PAIRS = "--row-tokens 309:1109 --rows 1000"
+
+
+@pytest.mark.parametrize(
+    ("words", "gib", "seconds"),
+    [
+        # the cards have enough to do
+        (
+            f"{PACKED_TRL} deepspeed=zero3 batch.per_device=20 batch.global=160 --gpus 2",
+            74.48,
+            15.34,
+        ),
+        (
+            f"{PACKED_TRL} deepspeed=zero2 batch.per_device=32 batch.global=256 --gpus 4",
+            67.10,
+            11.99,
+        ),
+        (
+            f"{PACKED_TRL} deepspeed=zero2 gradient_checkpointing=false "
+            "batch.per_device=3 batch.global=96 --gpus 4",
+            69.21,
+            4.47,
+        ),
+        # they wait for the host
+        (f"{LORA_SFT} --gpus 1", 30.07, 2.53),
+        (f"{LORA_SFT} load_in_4bit=true --gpus 1", 20.67, 2.88),
+        (f"{LORA_DPO} model_name_or_path=Qwen/Qwen2.5-7B --gpus 1", None, 3.76),
+        (f"{TULU} {SMALL_MODEL} deepspeed=none --gpus 1", None, 2.34),
+        (f"{TULU} {SMALL_MODEL} --gpus 1", 10.20, 3.26),
+        (f"{TULU} {SMALL_MODEL} --gpus 2", 5.61, 1.86),
+        (f"{TULU_DPO} {SMALL_MODEL} --gpus 2", None, 12.1),
+    ],
+)
+def test_what_was_measured_on_h200(words: str, gib: float | None, seconds: float) -> None:
+    """docs/evidence/h200x4.md. Without `gib`: so few micro-batches did not have the longest row."""
+    rows = PAIRS if "dpo" in words else CHATS
+    row = plan_row(words, rows, "--gpu H200 --gpu-memory 140")
+    if gib is not None:
+        assert row["memory_gib"]["peak"] == pytest.approx(gib, rel=0.025)
+    planned_s = row["tokens_per_step"] / row["tokens_per_second"]
+    assert planned_s == pytest.approx(seconds, rel=0.2)
+
+
 def test_a_given_number_of_rows_counts_before_those_of_the_file(write: Write) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     line = json.dumps({"messages": chat})

@@ -223,8 +223,8 @@ SMALL = {**BF16, "learning_rate": 5e-7}
             args={**SMALL, "use_peft": True, "lora_modules_to_save": ["norm"]},
             said="steps-rounded warning dtype",
         ),
-        Case(args=BF16),  # 2e-5
-        Case(args={**BF16, "learning_rate": 5e-6}),
+        Case(args=BF16, said="steps-rounded warning dtype"),  # 2e-5
+        Case(args={**BF16, "learning_rate": 5e-5}),
         Case(args={"learning_rate": 5e-7}),
         Case(args={**SMALL, "use_peft": True}),
         Case(args=SMALL, options={"deepspeed": "zero2"}),
@@ -246,7 +246,12 @@ def test_steps_that_bfloat16_rounds_away(capsys: Capture, case: Case) -> None:
         Case(options={"deepspeed": "none"}, said="steps-rounded warning learning_rate"),
         Case(),
         Case(options={"deepspeed": "none"}, args={"use_lora": True}),
-        Case(options={"deepspeed": "none"}, args={"learning_rate": 5e-6}),
+        Case(
+            options={"deepspeed": "none"},
+            args={"learning_rate": 5e-6},
+            said="steps-rounded warning learning_rate",
+        ),
+        Case(options={"deepspeed": "none"}, args={"learning_rate": 5e-5}),
         Case(options={"deepspeed": "none", "num_gpus": 0}),
     ],
 )

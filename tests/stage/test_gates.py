@@ -141,6 +141,9 @@ def gate(expected: str, **changes: Any) -> Any:
         gate("loss_fall red", losses=line(2, 0.01)),
         gate("loss_fall red", losses=line(2, -1e-4)),
         gate("loss_fall yellow", losses=line(2, -0.0004)),
+        # bfloat16 rounds the steps away: it hardly falls
+        gate("loss_fall yellow", losses=line(2, -1e-4), rounded=True),
+        gate("loss_fall red", losses=line(2, 0.01), rounded=True),
         # too few to tell, unless they rise
         gate("loss_fall yellow", losses=repeat(2.0, steps=7)),
         gate("loss_fall yellow", losses=repeat(2.0, 2.001, steps=18)),

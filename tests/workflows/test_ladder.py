@@ -277,27 +277,42 @@ def test_a_step_that_was_held_up_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "on_one_gpu"), [("tulu/sft_qwen7b", "none"), ("tulu/dpo_qwen7b", "zero2_fp32_comm")]
+    ("config", "words", "on_one_gpu"),
+    [
+        ("tulu/sft_qwen7b", (), "none"),
+        # copies of these weights in float32 fit
+        ("tulu/sft_qwen7b", ("model_name_or_path=Qwen/Qwen2.5-0.5B",), "zero2_fp32_comm"),
+        # who names it wants it
+        ("tulu/sft_qwen7b", ("deepspeed=zero2",), "zero2"),
+        # what this keeps on the host, the card would have to hold
+        ("tulu/sft_qwen7b_offloaded", (), "zero3_offload"),
+        # without it, one process of this script has no process group
+        ("tulu/dpo_qwen7b", (), "zero2_fp32_comm"),
+    ],
 )
-def test_deepspeed_on_one_gpu(
-    config: str, on_one_gpu: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_gpu_keeps_deepspeed_if_its_memory_suffices(
+    config: str,
+    words: tuple[str, ...],
+    on_one_gpu: str,
+    checkout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("LAUNCH_PYTHON", raising=False)
-    path = REPOSITORY / "configs" / f"{config}.yaml"
-    # what a file keeps on the host, the card may not hold
-    offload = tmp_path / "offload.yaml"
-    offload.write_text(path.read_text().replace("zero2_fp32_comm", "zero3_offload"))
-
-    def deepspeed_of(path: Path, *overrides: str) -> list[str]:
-        request = Request(stage=None, config=path, checkout=checkout, overrides=overrides)
-        planned = ladder.plan_rungs(
-            request, [1, 2], steps=20, terms=ForecastOptions(), scope=Scope.PLAN
-        )
-        return [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
-
-    assert deepspeed_of(path) == [on_one_gpu, "zero2_fp32_comm"]
-    assert deepspeed_of(path, "deepspeed=zero3") == ["zero3"] * 2
-    assert deepspeed_of(offload) == ["zero3_offload"] * 2
+    text = (REPOSITORY / "configs" / f"{config.removesuffix('_offloaded')}.yaml").read_text()
+    path = tmp_path / "stage.yaml"
+    if config.endswith("_offloaded"):
+        text = text.replace("zero2_fp32_comm", "zero3_offload")
+    path.write_text(text)
+    request = Request(stage=None, config=path, checkout=checkout, overrides=words)
+    terms = ForecastOptions(gpu="H100", gpu_memory=79.2)
+    planned = ladder.plan_rungs(request, [1, 2], steps=20, terms=terms, scope=Scope.PLAN)
+    one, two = [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
+    assert one == on_one_gpu
+    assert two != "none"
+    said = [finding.message for finding in planned.findings if finding.code == "deepspeed-off"]
+    assert bool(said) == (on_one_gpu == "none")
+    assert all("GiB of 79.2: do not compare its loss" in message for message in said)
 
 
 def start(world: World, *words: str, second_rung: Mapping[str, object]) -> Any:

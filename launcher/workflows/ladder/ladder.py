@@ -45,7 +45,6 @@ from launcher.runs.record import Record, as_mapping
 from launcher.stage import gates
 from launcher.stage.gates import Flag, RungFacts
 from launcher.stage.stage import Stage
-from launcher.upstream.citations import render_citations
 from launcher.verdict.metrics import REWARDS
 from launcher.workflows import experiment
 from launcher.workflows.ladder.short import check_short_run, list_short_overrides
@@ -220,13 +219,12 @@ def plan_rungs(
     batch = max(plan.global_batch for plan in full.values())
     rungs = []
     for count in gpus:
-        further = []
-        deepspeed = _check_deepspeed(stage, request, count)
-        if deepspeed is not None:
-            findings.append(deepspeed)
-            if deepspeed.code == "deepspeed-off":
-                further.append("deepspeed=none")
-        rung = _plan_rung(resolved, count, further, steps=steps, batch=batch)
+        rung = _plan_rung(resolved, count, steps=steps, batch=batch)
+        deepspeed_off = _check_deepspeed(rung.plan, resolved, terms)
+        if deepspeed_off is not None:
+            findings.append(deepspeed_off)
+            alone = ("deepspeed=none", "expect.weights=any")
+            rung = _plan_rung(resolved, count, *alone, steps=steps, batch=batch)
         rungs.append(rung)
         predicted = _predict_run(rung.plan, resolved, terms)
         if predicted is not None:
@@ -256,9 +254,7 @@ def plan_rungs(
     )
 
 
-def _plan_rung(
-    resolved: Facts, gpus: int, further: Sequence[str], *, steps: int, batch: int
-) -> Prepared:
+def _plan_rung(resolved: Facts, gpus: int, *further: str, steps: int, batch: int) -> Prepared:
     """Plan the short run on so many GPUs, with `further` overrides. Raises what prepare raises."""
     stage = resolved.stage
     suffix = _format_short_label(gpus)
@@ -315,27 +311,42 @@ def _predict_run(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecas
         return None
 
 
-def _check_deepspeed(stage: Stage, request: Request, gpus: int) -> Finding | None:
-    """Whether DeepSpeed stays on one GPU (`deepspeed-kept`, `deepspeed-off`); else None.
-
-    One process shards nothing: DeepSpeed saves only what it keeps on the host.
-    """
-    name = stage.options.deepspeed_name
-    is_named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
-    if gpus != 1 or stage.options.deepspeed is None or is_named:
+def _predict_static_memory(
+    plan: Plan, resolved: Facts, terms: ForecastOptions
+) -> forecast.Estimate | None:
+    """What a rung needs with rows of any length; None if the shape is unknown."""
+    try:
+        return forecast.forecast_static_memory(plan, resolved.trainer.packages, terms)
+    except (LaunchError, OSError):
         return None
-    place = stage.config.origin("deepspeed").place
-    why = None
-    if "offload" in name:
-        why = f"`{name}` keeps on the host what the card may not hold"
-    if stage.entry.needs_process_group:
-        barrier = render_citations("dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1]")
-        why = f"without it one process has no process group ({barrier})"
-    if why is not None:
-        message = f"DeepSpeed stays on one GPU: {why}"
-        return launch_finding("note", "deepspeed-kept", message, key="deepspeed", **place)
-    message = "DeepSpeed is off on one GPU, where it would shard nothing"
+
+
+def _check_deepspeed(planned: Plan, resolved: Facts, terms: ForecastOptions) -> Finding | None:
+    """Whether one GPU is too small for DeepSpeed, and the stage can do without it: else None.
+
+    DeepSpeed keeps copies of the weights in float32, which one process shares with no other.
+    """
+    stage = resolved.stage
+    name = stage.options.deepspeed_name
+    is_named = any(text.startswith(_NAMES_DEEPSPEED) for text in stage.config.overrides)
+    if planned.gpus != 1 or stage.options.deepspeed is None or is_named:
+        return None
+    # what it keeps on the host, the card would have to hold; and one process of DPO needs its
+    # process group (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])
+    if "offload" in name or stage.entry.needs_process_group:
+        return None
+    needed = _predict_run(planned, resolved, terms)
+    if needed is None:
+        needed = _predict_static_memory(planned, resolved, terms)
+    if needed is None or needed.memory is None or needed.spare is None or needed.spare >= 0:
+        return None
+    message = (
+        "the rung of 1 GPU runs without DeepSpeed, with which it would need "
+        f"{needed.memory.peak:.1f} GiB of {needed.card.gib:.1f}: do not compare its loss with that "
+        "of the other rungs, which keep copies of the weights in float32"
+    )
     help = f"`deepspeed={name}` on the command line keeps it"
+    place = stage.config.origin("deepspeed").place
     return launch_finding("note", "deepspeed-off", message, help, key="deepspeed", **place)
 
 
@@ -495,6 +506,7 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
         failed=failed,
         unproven=unproven,
         trend=trend,
+        rounded=any(finding.code == "steps-rounded" for finding in plan.findings),
     )
 
 

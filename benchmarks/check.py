@@ -7,6 +7,7 @@ at most 5 s.
 
 import itertools
 import random
+import string
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +23,16 @@ LogKind = Callable[[random.Random], Iterator[str]]
 
 
 def make_words(rng: random.Random, count: int = 3_000) -> list[str]:
-    """A vocabulary of made-up words."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    return ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(count)]
+    """A vocabulary of made-up words, with all characters that a text has."""
+    words = []
+    for _ in range(count):
+        word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9)))
+        if rng.random() < 0.3:
+            word = rng.choice(string.ascii_uppercase + string.digits) + word
+        if rng.random() < 0.3:
+            word += rng.choice(string.punctuation)
+        words.append(word)
+    return words
 
 
 def sft(rng: random.Random) -> Iterator[str]:

@@ -200,6 +200,9 @@ def draft_stage(
     elif BACKENDS[backend].STAGES[stage].needs_process_group:
         # one GPU crashes without it, and the CPU leaves it out
         draft.deepspeed = "zero2"
+    elif backend == "open_instruct" and not lora:
+        # it keeps copies of the weights in float32: without, steps of this rate round to nothing
+        draft.deepspeed = "zero2"
     per_device = _PER_DEVICE[stage]
     on_all = per_device * max(1, gpus)
     total = on_all * max(1, _ROWS // on_all)
@@ -217,8 +220,7 @@ def draft_stage(
         draft.rows["learning_rate"] = Row(_LORA_RATE[stage], "LoRA needs about ten times more")
     if gpus > 0 and backend == "trl":
         draft.rows["dtype"] = Row("bfloat16", "TRL loads in float32 otherwise")
-        if stage == "dpo" and not lora:
-            # the finding steps-rounded
+        if not lora and draft.deepspeed == "none":
             why = "half the memory, but steps of this learning rate are lost in rounding"
             draft.rows["dtype"] = Row("bfloat16", why, off=True)
     if stage == "sft" and backend == "trl":

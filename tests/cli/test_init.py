@@ -164,19 +164,29 @@ def test_each_new_file_has_an_output_folder_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("stage", "options", "dtype"),
+    ("options", "dtype"),
     [
-        ("sft", ["--gpus", "1"], "bfloat16"),
-        ("sft", ["--gpus", "0"], None),
-        ("dpo", ["--gpus", "1", "--lora"], "bfloat16"),
-        # steps of DPO's learning rate would be lost in rounding
-        ("dpo", ["--gpus", "1"], None),
+        (["--gpus", "0"], None),
+        # without DeepSpeed steps of these learning rates are lost in rounding
+        (["--gpus", "1"], None),
+        (["--gpus", "1", "--lora"], "bfloat16"),
+        (["--gpus", "8"], "bfloat16"),
     ],
 )
-def test_weights_are_in_bfloat16_on_a_gpu(
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_weights_are_in_bfloat16_where_nothing_is_lost(
     init: Init, stage: str, options: list[str], dtype: str | None
 ) -> None:
     assert init.write(*hub_words(stage), *options).args.get("dtype") == dtype
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("gpus", ["0", "1", "8"])
+def test_open_instruct_keeps_copies_of_the_weights_in_float32(
+    init: Init, stage: str, gpus: str
+) -> None:
+    config = init.write(*hub_words(stage, "open_instruct"), "--gpus", gpus)
+    assert config.options["deepspeed"] != "none"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ args:
   dataset_mixer_list: [a, 1.0]
   learning_rate: 1e-5
   use_8bit_optimizer: true
+deepspeed: zero2
 """
 Run = Callable[..., str]
 
@@ -341,7 +342,7 @@ def test_what_launch_derives_is_the_value_here(run: Run, write: Write) -> None:
         return text.partition("  here       ")[2].partition("\n")[0]
 
     accumulation = "gradient_accumulation_steps"
-    assert here("per_device_train_batch_size") == f"16  (batch: {path}:7, on 1 GPU)"
+    assert here("per_device_train_batch_size") == f"16  (batch: {path}:8, on 1 GPU)"
     assert here(accumulation).startswith("8  (batch: ")
     assert here(accumulation, "--gpus 4").startswith("2  (batch: ")
     assert "(set by launch: " in here("dataset_local_cache_dir")

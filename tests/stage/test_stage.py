@@ -36,6 +36,7 @@ args:
   mixer_list: [a, 1.0]
   push_to_hub: false
   try_launch_beaker_eval_jobs: false
+  learning_rate: 1e-4
 """
 TRL = "stage: sft\nbackend: trl\nargs:\n  model_name_or_path: m\n  dataset_name: d\n"
 Judge = Callable[..., Judged]
@@ -187,7 +188,7 @@ def test_the_mixer_mapping_is_explained_and_nothing_else_is_said_of_data(judge: 
 def test_a_forgotten_stage_is_guessed_and_the_rest_is_judged(judge: Judge) -> None:
     text = DPO.replace("stage: dpo\n", "backend: open_instruct\n")
     judged = judge(f"{text}  frobnicate: 1\n")
-    assert brief(judged) == ["1: bad-stage (launch)", "7: unknown-key (parser)"]
+    assert brief(judged) == ["1: bad-stage (launch)", "8: unknown-key (parser)"]
     assert judged.stage == "dpo"
 
 
@@ -274,6 +275,7 @@ open_instruct:
     checkpointing_steps: 10
     push_to_hub: false
     try_launch_beaker_eval_jobs: false
+    learning_rate: 1e-4
 """
 
 
@@ -285,7 +287,7 @@ def test_the_wrapped_shape(judge: Judge) -> None:
     assert valid.values["dataset_mixer_list"] == ["a", "1.0"]
     text = WRAPPED.replace("deepspeed_config: zero3", "deepspeed_conf: x")
     judged = judge(f"{text}    sede: 1\n")
-    assert brief(judged) == ["4: unknown-option (launch)", "11: unknown-key (parser)"]
+    assert brief(judged) == ["4: unknown-option (launch)", "12: unknown-key (parser)"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ args:
   push_to_hub: false
   try_launch_beaker_eval_jobs: false
   {more}
+  learning_rate: 1e-4
 """
 TRL = """
 stage: sft

@@ -24,19 +24,21 @@ QWEN2: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-# A valid, quiet base for each script.
+# A valid, quiet base for each script; at this rate no step is lost to bfloat16.
 SFT = {
     "model_name_or_path": "m",
     "dataset_mixer_list": ["a", "1.0"],
     "push_to_hub": False,
     "try_launch_beaker_eval_jobs": False,
     "checkpointing_steps": "epoch",
+    "learning_rate": 1e-4,
 }
 DPO = {
     "model_name_or_path": "m",
     "mixer_list": ["a", "1.0"],
     "push_to_hub": False,
     "try_launch_beaker_eval_jobs": False,
+    "learning_rate": 1e-4,
 }
 TRL = {"model_name_or_path": "m", "dataset_name": "d"}
 BASES = {

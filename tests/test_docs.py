@@ -205,6 +205,30 @@ CHEAP = [line for line in commands_of(set(PAGES) - {DATA_PAGE}) if is_cheap(line
 OF_THE_TUTORIAL = [line for line in CHEAP if "my_sft.yaml" in line]
 
 
+def write_stage_file(page: str, folder: Path) -> None:
+    """The first stage file that the page shows, and chats for it."""
+    (folder / "data").mkdir()
+    rows = []
+    for number in range(200):
+        question = {"role": "user", "content": f"a {number}"}
+        answer = {"role": "assistant", "content": f"b {number}"}
+        rows.append(json.dumps({"messages": [question, answer]}) + "\n")
+    (folder / "data" / "chats.jsonl").write_text("".join(rows), encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    stage_file = re.search(r"^```yaml.*?\n(.*?stage: sft.*?)^```", text, re.M | re.S)
+    assert stage_file
+    (folder / "my_sft.yaml").write_text(stage_file[1], encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_stage_file_of_a_page_has_no_warning(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_stage_file(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate-config", "my_sft.yaml", "--strict"]) == Exit.OK, capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("page", "line"),
     [
@@ -222,13 +246,7 @@ def test_a_cheap_command_of_the_docs_runs(
     """In a folder with the shipped files, and the stage file that the page shows."""
     for name in ("configs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "data").mkdir()
-    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
-    (tmp_path / "data/chats.jsonl").write_text(f"{row}\n" * 200, encoding="utf-8")
-    text = (ROOT / page).read_text(encoding="utf-8")
-    stage_file = re.search(r"^```yaml.*?\n(.*?stage: sft.*?)^```", text, re.M | re.S)
-    assert stage_file
-    (tmp_path / "my_sft.yaml").write_text(stage_file[1], encoding="utf-8")
+    write_stage_file(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     code = main(words_of(line))
     # a log alone leaves points open

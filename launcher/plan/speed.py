@@ -1,7 +1,7 @@
 """How long an optimizer step should take, before anything was measured: arithmetic, bytes,
 launches.
 
-Of 33 measured steps of 0.5B and 7B (docs/benchmarks.md) each is within 25 %; what short runs then
+Of 33 measured steps of 0.5B and 7B (docs/benchmarks.md) each is within 20 %; what short runs then
 measure corrects it (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with
 Pathways" (Chowdhery et al., 2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
@@ -54,7 +54,7 @@ def predict_step_seconds(footprint: Footprint, card: Card) -> float:
         sent *= _SHOWN * times
     devices = accumulation * _time_micro_batch(footprint, card) + sent
     # what is sent hides while the devices wait for the host
-    host = accumulation * _time_host(footprint)
+    host = accumulation * _time_host_alone(footprint)
     return max(devices, host) + _time_optimizer(footprint, card)
 
 
@@ -88,8 +88,10 @@ def _time_micro_batch(footprint: Footprint, card: Card) -> float:
     return _add_host_time(footprint, passes, device)
 
 
-def _time_host(footprint: Footprint) -> float:
-    """Seconds that Python takes for a micro-batch, without what ZeRO-3 adds (`_add_host_time`)."""
+def _time_host_alone(footprint: Footprint) -> float:
+    """Seconds that Python takes for a micro-batch of any size; what ZeRO-3 adds is in
+    `_add_host_time`.
+    """
     if not footprint.plan.gpus:
         return 0.0
     layer = _EAGER

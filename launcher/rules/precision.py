@@ -20,10 +20,10 @@ from launcher.rules.trl import resolved
 _USUAL_SPREAD = 0.02
 # bfloat16 keeps 8 bits: a change of less than 2^-9 of a weight rounds to none
 _ROUNDED_BITS = 9
-# Below this share of weights that a step can change, the rate is called too small. At 5e-6 it is a
-# tenth: 12 steps of SFT of Qwen2.5-0.5B on an H200 lowered the loss by 0.04, and by 0.29 with
-# copies of the weights in float32.
-_MOST = 0.5
+# Warn if a step can change less than this share of the weights. At 5e-6 it is a tenth: 12 steps of
+# SFT of Qwen2.5-0.5B lowered the loss by 0.04, and by 0.28 with copies of the weights in float32
+# (docs/evidence/h200x4.md).
+_LEAST_CHANGED = 0.5
 # Optimizers whose step is about the learning rate, whatever the gradient, and which add it to the
 # weight as it is stored. Others keep what was rounded (Kahan summation), or step by the gradient's
 # size.
@@ -156,6 +156,7 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
     trained = _find_trained_by_trl(context)
     if trained is None or trained.format != "bfloat16":
         return
+    # the half of these adapters that is 0 at first moves by steps of any size
     if values["load_in_4bit"] or values["load_in_8bit"]:
         return
     # its default depends on torch's release, and is an AdamW in all of them
@@ -203,7 +204,7 @@ def _describe_rounding(rate: float | None, trained: str) -> str | None:
         return None
     largest = rate * 2**_ROUNDED_BITS
     share = math.erf(largest / (_USUAL_SPREAD * math.sqrt(2)))
-    if share >= _MOST:
+    if share >= _LEAST_CHANGED:
         return None
     return (
         f"`learning_rate: {rate:g}` trains {trained} without copies in float32: "

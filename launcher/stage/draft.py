@@ -201,7 +201,8 @@ def draft_stage(
         # one GPU crashes without it, and the CPU leaves it out
         draft.deepspeed = "zero2"
     elif backend == "open_instruct" and not lora:
-        # it keeps copies of the weights in float32: without, steps of this rate round to nothing
+        # open-instruct has copies of the weights in float32 only under DeepSpeed; without them
+        # steps of this learning rate round to nothing
         draft.deepspeed = "zero2"
     per_device = _PER_DEVICE[stage]
     on_all = per_device * max(1, gpus)

@@ -39,16 +39,24 @@ def list_earlier_values(evidence: Evidence, name: str) -> list[float]:
 
 
 def compute_moved_share(evidence: Evidence) -> float | None:
-    """The share of a sample of the trained weights, over all ranks, that differs from the start."""
-    events = evidence.last_events("weights")
-    sampled = 0.0
+    """The share of the trained weights that differs from the start, by a sample of all ranks.
+
+    Records from before launch counted each element of the sample for a part of its tensor have only
+    `sampled` and `moved`.
+    """
+    elements = 0.0
     moved = 0.0
-    for event in events:
-        sampled += event.number("sampled") or 0
-        moved += event.number("moved") or 0
-    if not sampled:
+    for event in evidence.last_events("weights"):
+        share = event.number("share")
+        if share is None:
+            elements += event.number("sampled") or 0
+            moved += event.number("moved") or 0
+        else:
+            elements += event.number("elements") or 0
+            moved += share * (event.number("elements") or 0)
+    if not elements:
         return None
-    return moved / sampled
+    return moved / elements
 
 
 def find_peak_allocated_gib(evidence: Evidence) -> float | None:

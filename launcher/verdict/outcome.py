@@ -43,8 +43,8 @@ WILD_NORM = 1e4
 """A norm that is no batch's if the loss does not fall."""
 JUMP = 10.0
 MOVED = 0.5
-"""The share of the weights that must have moved. With copies in float32 94 % and more of them moved
-in 31 runs of 3 to 16 steps; in bfloat16 alone 18 % at 5e-6, and about 2 % at 1e-6.
+"""The share of the weights that must have moved. With copies in float32, 94 % and more moved in
+each run of docs/evidence/h200x4.md; in bfloat16 alone at most 18 % at 5e-6, about 2 % at 1e-6.
 """
 STILL = 0.001
 _LOSSES_BEFORE = 16
@@ -71,8 +71,9 @@ _NOT_FINITE = re.compile(
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory")
 
 _MOVED_HELP = (
-    "raise the learning rate, or train fp32 weights: bfloat16 rounds away what is below 0.4 % of a "
-    "weight; see also what is frozen; `expect: {weights: any}` accepts it"
+    "raise the learning rate, or train fp32 weights, of which `deepspeed: zero2` keeps copies: "
+    "bfloat16 rounds away what is below 0.2 to 0.4 % of a weight; see also what is frozen; "
+    "`expect: {weights: any}` accepts it"
 )
 _NOT_FINITE_HELP = (
     "lower the learning rate or lengthen the warm-up; check the rows of that step; resume from a "
@@ -102,8 +103,8 @@ _OOM_HELPS: Mapping[str, str] = {
     "reference": "it was the reference pass that ran out: lower `precompute_ref_batch_size`, or "
     "the rows' length",
     "loading": "the model ran out of memory while it was loaded, before any batch: use more GPUs "
-    "with ZeRO-3 or FSDP, load it in bf16 or quantized, and see with `nvidia-smi` what else is on "
-    "the GPU",
+    "with ZeRO-3 or FSDP, load it quantized or, under DeepSpeed, in bf16, and see with "
+    "`nvidia-smi` what else is on the GPU",
 }
 """By phase: the size of the micro-batch has no part in these."""
 _UNCHECKED_HELP = (

@@ -91,6 +91,12 @@ def weights(moved: int, steps: int = 10) -> list[Event]:
     return [event]
 
 
+def weighed(share: float, elements: float) -> list[Event]:
+    """A record whose sample stands for so many weights; most of its elements moved."""
+    (event,) = weights(9_000)
+    return [{**event, "share": share, "elements": elements}]
+
+
 NOT_FOUND = [{"event": "weights", "reason": "the optimizer's weights were not found"}]
 
 
@@ -105,6 +111,9 @@ NOT_FOUND = [{"event": "weights", "reason": "the optimizer's weights were not fo
         # a rank whose part did not move is no fault where most did
         ([weights(9_000), weights(9_000), weights(0)], "moved", True),
         ([weights(9_000), []], "moved", None),
+        # most of the sample may be of small tensors
+        ([weighed(0.2, 1e9)], "few", None),
+        ([weighed(0.2, 1e6), weighed(0.9, 1e9)], "moved", True),
     ],
 )
 def test_weights_that_do_not_move_are_no_pass(

@@ -276,43 +276,69 @@ def test_a_step_that_was_held_up_does_not_count() -> None:
     assert ladder.compute_usual_step([1.0] * 9 + [30.0]) == 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnOneGpu:
+    """DeepSpeed on the rung of one GPU of so many GiB; `note`: how the note about it ends."""
+
+    config: str = "tulu/sft_qwen7b"
+    words: str = ""
+    gib: float = 79.2
+    deepspeed: str
+    note: str | None = None
+    weights: str | None = None
+
+
+SMALL = "model_name_or_path=Qwen/Qwen2.5-0.5B"
+# Liger's loader takes the format of a model that is not here
+PLAIN = "use_liger_kernel=false expect.liger=any"
+LOSES = "keep copies of the weights in float32"
+
+
 @pytest.mark.parametrize(
-    ("config", "words", "on_one_gpu"),
+    "case",
     [
-        ("tulu/sft_qwen7b", (), "none"),
+        OnOneGpu(words=PLAIN, deepspeed="none", note=LOSES, weights="any"),
+        OnOneGpu(
+            words=f"{PLAIN} expect.weights=moved", deepspeed="none", note=LOSES, weights="moved"
+        ),
         # copies of these weights in float32 fit
-        ("tulu/sft_qwen7b", ("model_name_or_path=Qwen/Qwen2.5-0.5B",), "zero2_fp32_comm"),
+        OnOneGpu(deepspeed="zero2_fp32_comm", words=SMALL),
+        # it fits neither way
+        OnOneGpu(deepspeed="zero2_fp32_comm", gib=30),
         # who names it wants it
-        ("tulu/sft_qwen7b", ("deepspeed=zero2",), "zero2"),
-        # what this keeps on the host, the card would have to hold
-        ("tulu/sft_qwen7b_offloaded", (), "zero3_offload"),
+        OnOneGpu(deepspeed="zero2", words="deepspeed=zero2"),
         # without it, one process of this script has no process group
-        ("tulu/dpo_qwen7b", (), "zero2_fp32_comm"),
+        OnOneGpu(deepspeed="zero2_fp32_comm", config="tulu/dpo_qwen7b"),
+        OnOneGpu(deepspeed="none", config="bench/hand_recipe_trl", note=LOSES, weights="any"),
+        # in float32 no step is lost
+        OnOneGpu(
+            deepspeed="none",
+            config="bench/hand_recipe_trl",
+            words="dtype=float32",
+            gib=139,
+            note="139.0",
+        ),
+        OnOneGpu(
+            deepspeed="zero2_fp32_comm", config="bench/hand_recipe_trl", words="dtype=float32"
+        ),
     ],
 )
 def test_one_gpu_keeps_deepspeed_if_its_memory_suffices(
-    config: str,
-    words: tuple[str, ...],
-    on_one_gpu: str,
-    checkout: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: OnOneGpu, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LAUNCH_PYTHON", raising=False)
-    text = (REPOSITORY / "configs" / f"{config.removesuffix('_offloaded')}.yaml").read_text()
-    path = tmp_path / "stage.yaml"
-    if config.endswith("_offloaded"):
-        text = text.replace("zero2_fp32_comm", "zero3_offload")
-    path.write_text(text)
-    request = Request(stage=None, config=path, checkout=checkout, overrides=words)
-    terms = ForecastOptions(gpu="H100", gpu_memory=79.2)
+    path = REPOSITORY / "configs" / f"{case.config}.yaml"
+    overrides = tuple(case.words.split())
+    request = Request(stage=None, config=path, checkout=checkout, overrides=overrides)
+    terms = ForecastOptions(gpu="H100", gpu_memory=case.gib)
     planned = ladder.plan_rungs(request, [1, 2], steps=20, terms=terms, scope=Scope.PLAN)
-    one, two = [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
-    assert one == on_one_gpu
-    assert two != "none"
-    said = [finding.message for finding in planned.findings if finding.code == "deepspeed-off"]
-    assert bool(said) == (on_one_gpu == "none")
-    assert all("GiB of 79.2: do not compare its loss" in message for message in said)
+    one, two = [rung.plan.stage.options for rung in planned.rungs]
+    assert one.deepspeed_name == case.deepspeed
+    assert two.deepspeed_name != "none"
+    assert one.expect.get("weights") == case.weights
+    notes = [finding.message for finding in planned.findings if finding.code == "deepspeed-off"]
+    assert len(notes) == (case.note is not None)
+    assert all(message.endswith(str(case.note)) for message in notes)
 
 
 def start(world: World, *words: str, second_rung: Mapping[str, object]) -> Any:

@@ -150,6 +150,10 @@ class Movement(ProbePiece):
             self.before = self._pick_all(tensors)
 
     def _collect_tensors(self) -> list[Tensor]:
+        """This process's part of what its optimizer updates."""
+        return [_get_local_part(key) for key in self._collect_keys()]
+
+    def _collect_keys(self) -> list[Tensor]:
         """What this process's optimizer updates, without tensors that have no element here."""
         outer = getattr(self.optimizer.engine, "optimizer", None)
         masters = None
@@ -158,7 +162,7 @@ class Movement(ProbePiece):
         if not masters:
             parameters = _collect_parameters(outer or self.stepping)
             masters = [parameter for parameter in parameters if parameter.requires_grad]
-        return [_get_local_part(tensor) for tensor in masters if _get_local_part(tensor).numel()]
+        return [tensor for tensor in masters if _get_local_part(tensor).numel()]
 
     def _pick_all(self, tensors: list[Tensor]) -> Tensor:
         if [int(tensor.numel()) for tensor in tensors] != self.sample.sizes:
@@ -178,16 +182,50 @@ class Movement(ProbePiece):
             return
         self.reported = step
         with self.record.quietly("weights"):
-            change = (self._pick_all(self._collect_tensors()) - self.before).abs()
-            sampled = int(change.numel())
+            tensors = self._collect_tensors()
+            change = (self._pick_all(tensors) - self.before).abs()
             # NaN counts as moved
-            still = int((change <= FLOOR).sum())
+            moved = ~(change <= FLOOR)
+            used = self._find_used(tensors)
+            elements = self._count_elements().to(change.device) * used
             self.record.write(
                 "weights",
                 step=self.process.at,
                 steps=step,
-                sampled=sampled,
-                moved=sampled - still,
+                sampled=int(moved.numel()),
+                moved=int(moved.sum()),
+                unused=int((~used).sum()),
+                elements=float(elements.sum()),
+                share=float((elements * moved).sum() / elements.sum()),
                 largest=keep_finite(float(change.max())),
                 tensors=len(self.sample.sizes),
             )
+
+    def _count_elements(self) -> Tensor:
+        """How many weights each element of the sample stands for: most are of small tensors."""
+        torch = sys.modules["torch"]
+        counts = torch.tensor(self.sample.counts)
+        each = torch.tensor(self.sample.sizes, dtype=torch.float64) / counts
+        return torch.repeat_interleave(each, counts)
+
+    def _find_used(self, tensors: list[Tensor]) -> Tensor:
+        """Which elements of the sample ever had a gradient; all if the optimizer does not tell.
+
+        An embedding's rows of tokens that the data do not have never do. Adam's second moment is 0
+        then (torch/optim/adam.py::_single_tensor_adam[exp_avg_sq.mul_]).
+        """
+        torch = sys.modules["torch"]
+        inner = getattr(self.optimizer.engine, "optimizer", None) or self.stepping
+        while getattr(inner, "optimizer", None) is not None:
+            inner = inner.optimizer
+        states = getattr(inner, "state", None) or {}
+        parts = []
+        for row, (tensor, key) in enumerate(zip(tensors, self._collect_keys(), strict=True)):
+            moment = states.get(key, {}).get("exp_avg_sq")
+            part = torch.ones(self.sample.counts[row], dtype=torch.bool)
+            if moment is not None and _get_local_part(moment).numel() == tensor.numel():
+                part = self.sample.pick(row, _get_local_part(moment)) != 0
+            parts.append(part.to(tensors[0].device))
+        used = torch.cat(parts)
+        # where nothing had a gradient, all of it is still
+        return used if bool(used.any()) else ~used

@@ -127,7 +127,7 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     why = _explain_unfit(str(name), context)
     # on the CPU there is none at all
     if why is not None and context.gpus != 0:
-        help = "write `bf16: true`, or `dtype: bfloat16`"
+        help = "write `bf16: true`"
         yield say("error", "flash-in-float32", key, f"`attn_implementation: {name}`: {why}", help)
 
 

@@ -86,7 +86,7 @@ def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
         share = max(_ALWAYS, SAMPLED_STEPS // count)
     for index in range(count):
         is_edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
-        # a piece with a name would stay in memory while the next one is read
+        # a variable would keep this piece in memory while the next one is read
         yield LogSurvey(
             _read_piece(pieces, index), patterns, share, is_edge=is_edge, is_first=index == 0
         )
@@ -186,7 +186,7 @@ class LogSurvey:
         for byte in set(needle):
             if self.block.find(byte, self.start, self.stop) < 0:
                 return False
-        # CPython takes less time to miss a needle from the end than from the begin
+        # CPython finds out faster from the end that a needle is missing
         return self.block.rfind(needle, self.start, self.stop) >= 0
 
     def _choose_places(self, is_first: bool) -> list[_Place]:

@@ -220,11 +220,9 @@ def plan_rungs(
     rungs = []
     for count in gpus:
         rung = _plan_rung(resolved, count, steps=steps, batch=batch)
-        deepspeed_off = _check_deepspeed(rung.plan, resolved, terms)
-        if deepspeed_off is not None:
-            findings.append(deepspeed_off)
-            alone = ("deepspeed=none", "expect.weights=any")
-            rung = _plan_rung(resolved, count, *alone, steps=steps, batch=batch)
+        if count == 1:
+            rung, notes = _leave_out_deepspeed(rung, resolved, terms, steps=steps, batch=batch)
+            findings += notes
         rungs.append(rung)
         predicted = _predict_run(rung.plan, resolved, terms)
         if predicted is not None:
@@ -311,43 +309,64 @@ def _predict_run(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecas
         return None
 
 
-def _predict_static_memory(
-    plan: Plan, resolved: Facts, terms: ForecastOptions
-) -> forecast.Estimate | None:
-    """What a rung needs with rows of any length; None if the shape is unknown."""
-    try:
-        return forecast.forecast_static_memory(plan, resolved.trainer.packages, terms)
-    except (LaunchError, OSError):
-        return None
-
-
-def _check_deepspeed(planned: Plan, resolved: Facts, terms: ForecastOptions) -> Finding | None:
-    """Whether one GPU is too small for DeepSpeed, and the stage can do without it: else None.
+def _leave_out_deepspeed(
+    rung: Prepared, resolved: Facts, terms: ForecastOptions, *, steps: int, batch: int
+) -> tuple[Prepared, list[Finding]]:
+    """A rung of one GPU without DeepSpeed if only so it fits, and the note `deepspeed-off`.
 
     DeepSpeed keeps copies of the weights in float32, which one process shares with no other.
     """
     stage = resolved.stage
     name = stage.options.deepspeed_name
     is_named = any(text.startswith(_NAMES_DEEPSPEED) for text in stage.config.overrides)
-    if planned.gpus != 1 or stage.options.deepspeed is None or is_named:
-        return None
-    # what it keeps on the host, the card would have to hold; and one process of DPO needs its
-    # process group (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])
-    if "offload" in name or stage.entry.needs_process_group:
-        return None
-    needed = _predict_run(planned, resolved, terms)
-    if needed is None:
-        needed = _predict_static_memory(planned, resolved, terms)
-    if needed is None or needed.memory is None or needed.spare is None or needed.spare >= 0:
-        return None
+    # without it one process of DPO has no process group
+    # (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])
+    if stage.options.deepspeed is None or is_named or stage.entry.needs_process_group:
+        return rung, []
+    needed = _predict_memory(rung.plan, resolved, terms)
+    if needed is None or needed.spare is None or needed.spare >= 0:
+        return rung, []
+    changes = ["deepspeed=none"]
+    smaller = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
+    fits = _predict_memory(smaller.plan, resolved, terms)
+    if fits is None or (fits.spare is not None and fits.spare < 0):
+        return rung, []
+    assert needed.memory is not None
     message = (
         "the rung of 1 GPU runs without DeepSpeed, with which it would need "
-        f"{needed.memory.peak:.1f} GiB of {needed.card.gib:.1f}: do not compare its loss with that "
-        "of the other rungs, which keep copies of the weights in float32"
+        f"{needed.memory.peak:.1f} GiB of {needed.card.gib:.1f}"
     )
+    if _loses_steps(smaller.plan):
+        message += (
+            ": do not compare its loss with that of the other rungs, which keep copies of the "
+            "weights in float32"
+        )
+        if "weights" not in stage.options.expect:
+            changes.append("expect.weights=any")
+            smaller = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
     help = f"`deepspeed={name}` on the command line keeps it"
     place = stage.config.origin("deepspeed").place
-    return launch_finding("note", "deepspeed-off", message, help, key="deepspeed", **place)
+    return smaller, [
+        launch_finding("note", "deepspeed-off", message, help, key="deepspeed", **place)
+    ]
+
+
+def _predict_memory(
+    plan: Plan, resolved: Facts, terms: ForecastOptions
+) -> forecast.Estimate | None:
+    """What a rung needs: without activations if no row length is known, None without a shape."""
+    predicted = _predict_run(plan, resolved, terms)
+    if predicted is None:
+        try:
+            return forecast.forecast_static_memory(plan, resolved.trainer.packages, terms)
+        except (LaunchError, OSError):
+            return None
+    return predicted
+
+
+def _loses_steps(plan: Plan) -> bool:
+    """Whether most steps of the weights round to nothing."""
+    return any(finding.code == "steps-rounded" for finding in plan.all_findings)
 
 
 def climb(
@@ -506,7 +525,7 @@ def _collect_facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladd
         failed=failed,
         unproven=unproven,
         trend=trend,
-        rounded=any(finding.code == "steps-rounded" for finding in plan.findings),
+        rounded=_loses_steps(plan),
     )
 
 

@@ -728,7 +728,10 @@ def _describe_end(evidence: Evidence, end: Ending) -> dict[str, object]:
 
 
 def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
-    """Which share of the trained weights differs from what it was before the training."""
+    """Which share of the trained weights differs from what it was before the training.
+
+    Those that never had a gradient do not count.
+    """
     events = evidence.last_events("weights")
     share = compute_moved_share(evidence)
     if share is None:

@@ -328,8 +328,8 @@ def _leave_out_deepspeed(
         return rung, []
     changes = ["deepspeed=none"]
     smaller = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
-    fits = _predict_memory(smaller.plan, resolved, terms)
-    if fits is None or (fits.spare is not None and fits.spare < 0):
+    lower = _predict_memory(smaller.plan, resolved, terms)
+    if lower is None or (lower.spare is not None and lower.spare < 0):
         return rung, []
     assert needed.memory is not None
     message = (

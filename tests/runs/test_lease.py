@@ -299,7 +299,9 @@ def test_a_second_start_into_the_same_output_is_refused(
 
 def test_an_orphan_keeps_its_output_folder(world: World, capsys: Capture) -> None:
     folder = start_training(world)
-    os.kill(rundir.read_json(folder.process)["keeper"]["pid"], signal.SIGKILL)
+    keeper = rundir.read_json(folder.process)["keeper"]["pid"]
+    os.kill(keeper, signal.SIGKILL)
+    wait_until(lambda: keeper not in world.left())
     shutil.rmtree(folder.path)
     set_last_beat(newest_lease(output_of(world)), 2 * lease.SILENT_S)
 

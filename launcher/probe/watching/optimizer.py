@@ -212,7 +212,7 @@ class Movement(ProbePiece):
         """Which elements of the sample ever had a gradient; all if the optimizer does not tell.
 
         An embedding's rows of tokens that the data do not have never do. Adam's second moment is 0
-        then (torch/optim/adam.py::_single_tensor_adam[exp_avg_sq.mul_]).
+        then (torch/optim/adam.py::_single_tensor_adam[exp_avg_sq.mul_ #2]).
         """
         torch = sys.modules["torch"]
         inner = getattr(self.optimizer.engine, "optimizer", None) or self.stepping

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 import made_runs
 import pytest
 import saved
-from fake_world import World, open_world, wait_until
+from fake_world import World, kill, open_world, wait_until
 from in_process import Answer, launch
 
 from launcher import files
@@ -211,8 +210,7 @@ def test_of_a_run_killed_with_its_supervisor_what_was_there_stays(
     leader = world.pid("leader")
     wait_until(folder.process.exists)
     supervisor = rundir.read_json(folder.process)["keeper"]["pid"]
-    for pid in (launcher.pid, supervisor, leader):
-        os.kill(pid, signal.SIGKILL)
+    kill(launcher.pid, supervisor, leader)
     launcher.wait()
     world.quiet()
     # long after the last sign of life somebody puts a model there
@@ -422,8 +420,7 @@ def test_a_live_run_under_a_second_name_is_found(world: World, out: Path, remove
     with mounted(out, second):
         start_live_run(world, second / "stage2")
         assert remove(folder).code == 5
-        for pid in world.left() - {os.getpid()}:
-            os.kill(pid, signal.SIGKILL)
+        kill(*world.left() - {os.getpid()})
     assert names(out) > MODEL
 
 

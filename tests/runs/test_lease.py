@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import saved
 from conftest import PATIENCE_S
-from fake_world import LAUNCH, World, needs_trl, open_world, wait_until, wait_until_shown
+from fake_world import LAUNCH, World, kill, needs_trl, open_world, wait_until, wait_until_shown
 
 from launcher.cli import main
 from launcher.errors import NotReady
@@ -299,9 +299,7 @@ def test_a_second_start_into_the_same_output_is_refused(
 
 def test_an_orphan_keeps_its_output_folder(world: World, capsys: Capture) -> None:
     folder = start_training(world)
-    keeper = rundir.read_json(folder.process)["keeper"]["pid"]
-    os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: keeper not in world.left())
+    kill(rundir.read_json(folder.process)["keeper"]["pid"])
     shutil.rmtree(folder.path)
     set_last_beat(newest_lease(output_of(world)), 2 * lease.SILENT_S)
 

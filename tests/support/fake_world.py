@@ -95,6 +95,17 @@ def find_processes(variable: str, value: Path) -> set[int]:
     return alive
 
 
+def kill(*pids: int) -> None:
+    """Kill processes, and wait until their files are closed and their locks are free too.
+
+    A process that is ending loses its environment before that.
+    """
+    killed = [process.identify(pid) for pid in pids]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(each.is_alive() for each in killed))
+
+
 def read_cmdline(pid: int) -> bytes:
     """The words of a process; none of one that has gone meanwhile."""
     try:

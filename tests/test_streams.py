@@ -93,7 +93,8 @@ def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str, command: str,
 def test_a_start_that_a_limit_stops_says_so(tmp_path: Path, limit: str) -> None:
     with open_world(tmp_path / "world") as world:
         words = f"sft {world.config().name} --gpus 0 --python {world.python()} --detach"
-        process = run(f"cd {world.root}; ulimit {limit}; $LAUNCH {words}", tmp_path)
+        sessions = f"export TMUX_TMPDIR={world.environ['TMUX_TMPDIR']}"
+        process = run(f"cd {world.root}; {sessions}; ulimit {limit}; $LAUNCH {words}", tmp_path)
         # where it is enough, it starts
         assert process.returncode in (0, 5), process.stderr
         if process.returncode == 5:
@@ -103,6 +104,7 @@ def test_a_start_that_a_limit_stops_says_so(tmp_path: Path, limit: str) -> None:
         if limit == "-n 12":
             assert "tmux attach" not in process.stdout
         world.quiet()
+        world.close_sessions()
 
 
 def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:

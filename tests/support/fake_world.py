@@ -103,7 +103,12 @@ def kill(*pids: int) -> None:
     killed = [process.identify(pid) for pid in pids]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(each.is_alive() for each in killed))
+    for each in killed:
+        wait_until(functools.partial(_has_ended, each))
+
+
+def _has_ended(one: process.Identity) -> bool:
+    return not one.is_alive()
 
 
 def read_cmdline(pid: int) -> bytes:

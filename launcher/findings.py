@@ -1051,7 +1051,7 @@ _SOURCE_AND_MACHINE = CodeSection(
             "deepspeed-off",
             "launch",
             "a note: a rung of a ladder on one GPU runs without DeepSpeed, because with it the "
-            "memory of the card is too small; its loss does not compare with that of other rungs",
+            "memory of the card is too small",
         ),
         _make_row(
             "batch-not-constant",

@@ -23,8 +23,8 @@ from launcher.rules.rule import cites, say
 
 CODE = "unintended-output"
 _SYSTEM = "/usr /bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys"  # nor anything in them
-# folders in them are fine
-_SHARED = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"
+_SHARED_NAMES = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"
+_SHARED = tuple(map(Path, _SHARED_NAMES.split()))  # folders in them are fine
 _WITHIN = (Path("/usr/local"), Path("/dev/shm"))  # of `_SYSTEM`, and free for folders all the same
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)
 
@@ -96,7 +96,7 @@ def _find_place_fault(context: Context, text: str) -> str | None:
 
 
 def _find_system_fault(output: ResolvedFolder) -> str | None:
-    for shared in _list_shared_folders():
+    for shared in _SHARED:
         if output.path == shared or (output.identity and is_same_place(output.path, shared)):
             return f"is {output.path}, which belongs to the system or to all users"
     if any(free in output.paths for free in _WITHIN):
@@ -105,11 +105,6 @@ def _find_system_fault(output: ResolvedFolder) -> str | None:
         if folder in output.paths:
             return f"lies in {name}, which belongs to the system"
     return None
-
-
-@functools.cache
-def _list_shared_folders() -> tuple[Path, ...]:
-    return tuple(map(Path, _SHARED.split()))
 
 
 @functools.cache

@@ -286,6 +286,7 @@ class OnOneGpu:
     deepspeed: str
     note: str | None = None
     weights: str | None = None
+    offloads: bool = False
 
 
 SMALL = "model_name_or_path=Qwen/Qwen2.5-0.5B"
@@ -307,6 +308,9 @@ LOSES = "keep copies of the weights in float32"
         OnOneGpu(deepspeed="zero2_fp32_comm", gib=30),
         # who names it wants it
         OnOneGpu(deepspeed="zero2", words="deepspeed=zero2"),
+        OnOneGpu(deepspeed="zero3", words="deepspeed=zero3"),
+        # what this keeps on the host, the card would have to hold
+        OnOneGpu(deepspeed="zero3_offload", offloads=True),
         # without it, one process of this script has no process group
         OnOneGpu(deepspeed="zero2_fp32_comm", config="tulu/dpo_qwen7b"),
         OnOneGpu(deepspeed="none", config="bench/hand_recipe_trl", note=LOSES, weights="any"),
@@ -324,17 +328,21 @@ LOSES = "keep copies of the weights in float32"
     ],
 )
 def test_one_gpu_keeps_deepspeed_if_its_memory_suffices(
-    case: OnOneGpu, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    case: OnOneGpu, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LAUNCH_PYTHON", raising=False)
-    path = REPOSITORY / "configs" / f"{case.config}.yaml"
+    text = (REPOSITORY / "configs" / f"{case.config}.yaml").read_text()
+    if case.offloads:
+        text = text.replace("zero2_fp32_comm", "zero3_offload")
+    path = tmp_path / "stage.yaml"
+    path.write_text(text)
     overrides = tuple(case.words.split())
     request = Request(stage=None, config=path, checkout=checkout, overrides=overrides)
     terms = ForecastOptions(gpu="H100", gpu_memory=case.gib)
     planned = ladder.plan_rungs(request, [1, 2], steps=20, terms=terms, scope=Scope.PLAN)
     one, two = [rung.plan.stage.options for rung in planned.rungs]
     assert one.deepspeed_name == case.deepspeed
-    assert two.deepspeed_name != "none"
+    assert two.deepspeed_name == planned.stage.options.deepspeed_name != "none"
     assert one.expect.get("weights") == case.weights
     notes = [finding.message for finding in planned.findings if finding.code == "deepspeed-off"]
     assert len(notes) == (case.note is not None)

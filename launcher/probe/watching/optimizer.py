@@ -182,11 +182,11 @@ class Movement(ProbePiece):
             return
         self.reported = step
         with self.record.quietly("weights"):
-            tensors = self._collect_tensors()
-            change = (self._pick_all(tensors) - self.before).abs()
+            keys = self._collect_keys()
+            change = (self._pick_all(list(map(_get_local_part, keys))) - self.before).abs()
             # NaN counts as moved
             moved = ~(change <= FLOOR)
-            used = self._find_used(tensors)
+            used = self._find_used(keys).to(change.device)
             elements = self._count_elements().to(change.device) * used
             self.record.write(
                 "weights",
@@ -208,7 +208,7 @@ class Movement(ProbePiece):
         each = torch.tensor(self.sample.sizes, dtype=torch.float64) / counts
         return torch.repeat_interleave(each, counts)
 
-    def _find_used(self, tensors: list[Tensor]) -> Tensor:
+    def _find_used(self, keys: list[Tensor]) -> Tensor:
         """Which elements of the sample ever had a gradient; all if the optimizer does not tell.
 
         An embedding's rows of tokens that the data do not have never do. Adam's second moment is 0
@@ -220,12 +220,13 @@ class Movement(ProbePiece):
             inner = inner.optimizer
         states = getattr(inner, "state", None) or {}
         parts = []
-        for row, (tensor, key) in enumerate(zip(tensors, self._collect_keys(), strict=True)):
-            moment = states.get(key, {}).get("exp_avg_sq")
+        for row, key in enumerate(keys):
+            moment = _get_local_part(states.get(key, {}).get("exp_avg_sq"))
             part = torch.ones(self.sample.counts[row], dtype=torch.bool)
-            if moment is not None and _get_local_part(moment).numel() == tensor.numel():
-                part = self.sample.pick(row, _get_local_part(moment)) != 0
-            parts.append(part.to(tensors[0].device))
+            if moment is not None and moment.numel() == self.sample.sizes[row]:
+                part = self.sample.pick(row, moment) != 0
+            # offloaded moments may lie on several devices
+            parts.append(part.cpu())
         used = torch.cat(parts)
         # where nothing had a gradient, all of it is still
         return used if bool(used.any()) else ~used

@@ -220,11 +220,15 @@ def plan_rungs(
     rungs = []
     for count in gpus:
         rung = _plan_rung(resolved, count, steps=steps, batch=batch)
-        if count == 1:
-            rung, notes = _leave_out_deepspeed(rung, resolved, terms, steps=steps, batch=batch)
-            findings += notes
-        rungs.append(rung)
         predicted = _predict_run(rung.plan, resolved, terms)
+        if count == 1:
+            needed = predicted or _predict_static_memory(rung.plan, resolved, terms)
+            alone = _plan_without_deepspeed(resolved, needed, terms, steps=steps, batch=batch)
+            if alone is not None:
+                rung, note = alone
+                findings.append(note)
+                predicted = _predict_run(rung.plan, resolved, terms)
+        rungs.append(rung)
         if predicted is not None:
             findings += predicted.findings
         # notes on the short stage are not about the file
@@ -309,12 +313,18 @@ def _predict_run(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecas
         return None
 
 
-def _leave_out_deepspeed(
-    rung: Prepared, resolved: Facts, terms: ForecastOptions, *, steps: int, batch: int
-) -> tuple[Prepared, list[Finding]]:
-    """A rung of one GPU without DeepSpeed if only so it fits, and the note `deepspeed-off`.
+def _plan_without_deepspeed(
+    resolved: Facts,
+    needed: forecast.Estimate | None,
+    terms: ForecastOptions,
+    *,
+    steps: int,
+    batch: int,
+) -> tuple[Prepared, Finding] | None:
+    """The rung of one GPU without DeepSpeed if only so it fits, and the note `deepspeed-off`.
 
     DeepSpeed keeps copies of the weights in float32, which one process shares with no other.
+    `needed` is the forecast with it.
     """
     stage = resolved.stage
     name = stage.options.deepspeed_name
@@ -322,46 +332,46 @@ def _leave_out_deepspeed(
     # without it one process of DPO has no process group
     # (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])
     if stage.options.deepspeed is None or is_named or stage.entry.needs_process_group:
-        return rung, []
-    needed = _predict_memory(rung.plan, resolved, terms)
-    if needed is None or needed.spare is None or needed.spare >= 0:
-        return rung, []
+        return None
+    if needed is None or not _lacks_memory(needed):
+        return None
     changes = ["deepspeed=none"]
-    smaller = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
-    lower = _predict_memory(smaller.plan, resolved, terms)
-    if lower is None or (lower.spare is not None and lower.spare < 0):
-        return rung, []
+    rung = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
+    lower = _predict_run(rung.plan, resolved, terms)
+    lower = lower or _predict_static_memory(rung.plan, resolved, terms)
+    if lower is None or _lacks_memory(lower):
+        return None
     assert needed.memory is not None
     message = (
         "the rung of 1 GPU runs without DeepSpeed, with which it would need "
         f"{needed.memory.peak:.1f} GiB of {needed.card.gib:.1f}"
     )
-    if _loses_steps(smaller.plan):
+    if _loses_steps(rung.plan):
         message += (
             ": do not compare its loss with that of the other rungs, which keep copies of the "
             "weights in float32"
         )
         if "weights" not in stage.options.expect:
             changes.append("expect.weights=any")
-            smaller = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
+            rung = _plan_rung(resolved, 1, *changes, steps=steps, batch=batch)
     help = f"`deepspeed={name}` on the command line keeps it"
     place = stage.config.origin("deepspeed").place
-    return smaller, [
-        launch_finding("note", "deepspeed-off", message, help, key="deepspeed", **place)
-    ]
+    note = launch_finding("note", "deepspeed-off", message, help, key="deepspeed", **place)
+    return rung, note
 
 
-def _predict_memory(
+def _predict_static_memory(
     plan: Plan, resolved: Facts, terms: ForecastOptions
 ) -> forecast.Estimate | None:
-    """What a rung needs: without activations if no row length is known, None without a shape."""
-    predicted = _predict_run(plan, resolved, terms)
-    if predicted is None:
-        try:
-            return forecast.forecast_static_memory(plan, resolved.trainer.packages, terms)
-        except (LaunchError, OSError):
-            return None
-    return predicted
+    """The forecast for rows of any length, without activations; None if the shape is unknown."""
+    try:
+        return forecast.forecast_static_memory(plan, resolved.trainer.packages, terms)
+    except (LaunchError, OSError):
+        return None
+
+
+def _lacks_memory(predicted: forecast.Estimate) -> bool:
+    return predicted.spare is not None and predicted.spare < 0
 
 
 def _loses_steps(plan: Plan) -> bool:
